@@ -22,6 +22,9 @@ TOLERANCE = 1e-4
 ORDER = "the order of blocks"
 """The part that says which blocks of records stay together. Without it, none do."""
 
+SHUFFLE = "shuffle"
+"""The part that says whether the order of records is random."""
+
 
 class Mark(NamedTuple):
     """The digest and sums of a part of a data set, an attribute with an entry for each record."""
@@ -50,10 +53,11 @@ def differing(one: str, other: str) -> list[str]:
 
 def other_records(names: Sequence[str]) -> str:
     """The message for parts that differ, with what to do."""
-    if ORDER in names:
+    if ORDER in names or SHUFFLE in names:
         return (
-            "data.order, or block_sizes() of the data set, gives other blocks, so records would be at other "
-            "positions. All workers need the same blocks, and so does a job that continues from a checkpoint"
+            "data.order, or block_sizes() of the data set, gives other blocks, or a DataLoader has another "
+            "shuffle, so records would be at other positions. All workers need the same blocks and shuffle, "
+            "and so does a job that continues from a checkpoint"
         )
     return (
         f"the entries of {', '.join(names[:5])} differ, or are in another order. All processes of a job "

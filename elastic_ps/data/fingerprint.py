@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_ps.core.fingerprint import MOST, ORDER, Mark, to_text
+from elastic_ps.core.fingerprint import MOST, ORDER, SHUFFLE, Mark, to_text
 
 PARTS = 64
 """How many parts a fingerprint has at most, and how many entries a list of parts."""
@@ -49,13 +49,16 @@ _REVISION = re.compile(r"@[^/]+/")
 _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 32 bits
 
 
-def fingerprint(dataset: Any, records: int, order: str = "") -> str:
+def fingerprint(dataset: Any, records: int, order: str = "", *, shuffle: bool | None = None) -> str:
     """A text that identifies its `records`, for `core.fingerprint.differing`; "" if nothing does.
 
     Args:
         order: which blocks of them stay together; see `data.order.Order.to_text`.
+        shuffle: whether their order is random; None: it is not compared.
     """
     looked = _Looked()
+    if shuffle is not None:
+        looked.marks[SHUFFLE] = Mark(str(shuffle))
     if order:
         looked.marks[ORDER] = Mark(hashlib.blake2b(order.encode(), digest_size=8).hexdigest())
     with suppress(Exception):  # it may be made of anything

@@ -116,7 +116,7 @@ class ElasticLoader:
         self.dataset = source.dataset
         self._source = source
         order = source.order.to_text() if source.order else ""
-        data_id = fingerprint(source.dataset, source.records, order)
+        data_id = fingerprint(source.dataset, source.records, order, shuffle=source.shuffle)
         self._data_set = DataSet(source.records, epochs, source.batch_size, data_id, order)
         self._supply = Supply(source, seed=data.seed, version_records=consistency.global_batch_size)
         self._drops = runtime.drops  # as of the records in hand

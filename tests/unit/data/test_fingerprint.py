@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from elastic_ps.core.fingerprint import MOST, ORDER, differing, other_records
+from elastic_ps.core.fingerprint import MOST, ORDER, SHUFFLE, differing, other_records
 from elastic_ps.data.fingerprint import fingerprint
 
 RECORDS = 40
@@ -196,6 +196,17 @@ def test_other_blocks_are_noticed_also_where_there_were_none() -> None:
         assert differing(one, other) == [ORDER]
     assert differing(blocks, blocks) == differing(plain, plain) == []
     assert "data.order" in other_records([ORDER])
+
+
+def test_another_shuffle_is_noticed_also_where_nothing_else_identifies_the_records() -> None:
+    """A job that continues from a checkpoint would train some records twice and others never."""
+    nothing = Unreadable()
+    one, other = (fingerprint(nothing, RECORDS, shuffle=shuffle) for shuffle in (False, True))
+    assert differing(one, other) == [SHUFFLE]
+    assert differing(one, fingerprint(nothing, RECORDS)) == [], "an older checkpoint"
+    blocks = fingerprint(nothing, RECORDS, "[5]", shuffle=True)
+    assert differing(other, blocks) == [ORDER]
+    assert "another shuffle" in other_records([SHUFFLE])
 
 
 def test_a_data_set_of_other_files_is_noticed_by_their_digests() -> None:
