@@ -475,6 +475,7 @@ class CommitCoordinator:
             model=Model(layout, found.optimizer),
             change="it joins again, since the job has changed" if mutable.needs_term(job.mutable) else "",
             all_reduce=job.spec.all_reduce,
+            shares=job.spec.worker.replicas if mutable.consistency.fixed_workers else 0,
         )
         state.bucket_bytes = chosen
         clip = state.settings.max_grad_norm

@@ -110,15 +110,18 @@ class JobRecord(BaseModel):
         model: Model,
         change: str = "",
         all_reduce: bool = False,
+        shares: int | None = None,
     ) -> JobState:
         """The state of `version` for a new term: the members are gone, and the rest is unchanged.
 
         Args:
             change: why the term begins, if nothing was lost.
             all_reduce: the workers make the steps. The shards have the values of `version`.
+            shares: as many workers have shares of their own (`Consistency.fixed_workers`); None: any number.
 
         Raises:
-            InvalidJob: `data` has another order of records, so other ones would have been trained.
+            InvalidJob: `data` has another order of records, so other ones would have been trained; or the
+                workers had other shares.
         """
         for key, before in self.order.items():
             if (given := getattr(data, key)) != before:
@@ -133,7 +136,7 @@ class JobRecord(BaseModel):
         state.settings = Settings.from_json(self.settings)
         state.rounds.version = version
         if self.ledger is not None:
-            state.ledger = _restored(self.ledger, data, consistency.global_batch_size)
+            state.ledger = _restored(self.ledger, data, consistency.global_batch_size, shares)
         state.fingerprint = self.fingerprint
         in_order = change or (state.ledger is not None and state.ledger.finished)
         for member in self.members:
@@ -172,7 +175,9 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     return JobRecord.of(after).model_dump()
 
 
-def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | FixedSchedule:
+def _restored(
+    saved: dict[str, Any], data: Data, size: int | None, shares: int | None
+) -> Ledger | FixedSchedule:
     if "shares" not in saved and size is not None:
         portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
         return replace(portioned, size=size)
@@ -182,9 +187,15 @@ def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | F
             "and without globalBatchSize, where each worker has its own share of the records. Leave "
             "globalBatchSize out to continue from the checkpoint"
         )
-    return (FixedSchedule if "shares" in saved else Ledger).from_state(
-        saved, shard_records=data.shard_records
-    )
+    before = len(saved.get("shares", ()))
+    if shares is not None and before != min(shares, saved["records"]):
+        such = f"deterministic: true and worker.replicas: {before}" if before else "deterministic: false"
+        raise InvalidJob(
+            "with consistency.deterministic, each worker has its own share of the records, and the "
+            f"checkpoint was made with {such}; set the same to continue from it"
+        )
+    kind = FixedSchedule if "shares" in saved else Ledger
+    return kind.from_state(saved, shard_records=data.shard_records)
 
 
 def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:

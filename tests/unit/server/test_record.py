@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,31 @@ def test_a_job_that_shares_records_in_another_way_leaves_the_checkpoint_as_it_is
     with pytest.raises(
         InvalidJob, match="globalBatchSize is 6, and the checkpoint was made with deterministic"
     ):
+        record.JobRecord.read(state).continued(**given)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        (2, ""),
+        (1, "made with deterministic: true and worker.replicas: 2; set the same"),
+        (3, "made with deterministic: true and worker.replicas: 2; set the same"),
+        (0, "made with deterministic: true and worker.replicas: 2; set the same"),
+    ],
+)
+def test_shares_of_records_stay_those_of_as_many_workers(reader: Reader, shares: int, message: str) -> None:
+    model = Model(partition(reader.manifest.specs, bucket_bytes=1024, shards=1), "Adam")
+    given: dict[str, Any] = {"term": 2, "lease": SPEC.worker.lease_duration, "consistency": SPEC.consistency}
+    given |= {"data": SPEC.data, "version": 1, "model": model, "shares": shares}
+    state = json.loads(json.dumps(reader.manifest.state))
+    with (
+        pytest.raises(InvalidJob, match="made with deterministic: false; set the same")
+        if shares
+        else nullcontext()
+    ):
+        record.JobRecord.read(state).continued(**given)
+    state["ledger"] = FixedSchedule(20, 1, 4, 2).state()
+    with pytest.raises(InvalidJob, match=message) if message else nullcontext():
         record.JobRecord.read(state).continued(**given)
 
 
