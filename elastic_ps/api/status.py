@@ -332,7 +332,9 @@ class ServerStatus(CamelModel):
         description="The size of the model's parameters and buffers, in bytes. 0 before it is known.",
     )
     state_bytes: int = Field(
-        default=0, description="The size of the optimizer's state once it has made a step, in bytes."
+        default=0,
+        description="The size of the optimizer's state once it has made a step, in bytes, with the float32 "
+        "copies of parameters that have half precision.",
     )
     members: list[MemberStatus] = Field(
         default_factory=list,

@@ -166,6 +166,11 @@ class Bucket:
     def nbytes(self) -> int:
         return self.elements * ITEM_SIZE[self.dtype]
 
+    @property
+    def is_half(self) -> bool:
+        """Whether the elements have half precision."""
+        return self.dtype in ("float16", "bfloat16")
+
     def absent(self, present: Sequence[bool]) -> list[slice]:
         """The slices of the bucket whose pieces have no gradient.
 

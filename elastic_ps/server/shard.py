@@ -136,11 +136,15 @@ class Shard:
 
     @cached_property
     def model_bytes(self) -> tuple[int, int]:
-        """The bytes of the whole model's values, and of its optimizer's state, 0 if that is not known."""
+        """The bytes of the whole model's values, and of its optimizer's state, 0 if that is not known.
+
+        The state includes the float32 values that the optimizer steps if these have half precision.
+        """
         layout, groups, state = self.layout, self._model.settings.groups, 0
         kinds = self._optimizers.classes_of(self.optimizer, len(groups))
         with suppress(TypeError, ValueError, RuntimeError):
             state = state_bytes(layout.buckets, kinds, groups, layout.tensors)
+            state += sum(4 * b.elements for b in layout.buckets if b.rule is Rule.GRADIENT and b.is_half)
         return sum(bucket.nbytes for bucket in layout.buckets), state
 
     @property

@@ -193,3 +193,5 @@ def test_the_size_of_the_optimizers_state_is_known_before_the_first_step(name: s
     values, state = rig.shard.model_bytes
     assert values == 400
     assert state - states * values in (0, 4), "Adam and Adagrad count their steps, too"
+    half, more = Rig(one_bucket(tensor("w", 100, dtype="bfloat16")), optimizer=name).shard.model_bytes
+    assert (half, more) == (200, state + 400), "what is stepped has float32"
