@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -509,6 +509,15 @@ class Checkpointer:
             self._require_values(current.version)
             if not self.writing and self.durable_version != current.version:
                 self._order(current)
+
+    def order_late(self) -> None:
+        """Order a checkpoint of the newest version if none has followed for two intervals. Blocks."""
+        with self._job.lock:
+            state, idle = self._job.state, self._job.clock() - self._last
+            newer = state.values_are_here and self.durable_version not in (None, state.version)
+        if newer and idle >= 2 * self._times.interval.total_seconds() and not self.fenced:
+            with suppress(Refused, TransportError):  # the next look repeats it
+                self.order()
 
     def _require_values(self, version: int) -> None:
         """Raise Refused (NOT_READY) unless the shards have the values of the current version."""

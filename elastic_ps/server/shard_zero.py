@@ -91,6 +91,7 @@ class ShardZero:
             self.commit.drive()
             self.checkpoints.keep_what_must_be(begun=True)
             self.commit.drive()  # the round may have waited for version 0
+            self.checkpoints.order_late()
             self._reconfiguration.look()
 
     def status(self) -> ServerStatus:

@@ -513,6 +513,21 @@ def test_the_first_and_the_last_version_are_on_disk_before_workers_go_on(tmp_pat
         assert taken.version == checkpoints.durable_version == step
 
 
+def test_a_version_that_none_follows_is_written_after_two_intervals(tmp_path: Path, clock: Clock) -> None:
+    """A script may validate for long."""
+    store = Store(tmp_path)
+    checkpoints = writing_to(store, shards=1)
+    with leading([Writing(store)], checkpoints=checkpoints, clock=clock) as zero:
+        coordinator = zero.coordinator
+        member = start(coordinator)
+        finish(coordinator, member, take(coordinator, member, call=1), step=0)
+        clock.now += 3600.0
+        threading.Event().wait(USUAL.tick.total_seconds() * 3)
+        assert checkpoints.durable_version == 0, "the next version would be written"
+        clock.now += 3700.0
+        eventually(lambda: checkpoints.durable_version == 1, "it is on disk")
+
+
 def test_a_version_that_cannot_be_kept_is_tried_again(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
