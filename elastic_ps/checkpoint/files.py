@@ -19,8 +19,10 @@ from typing import BinaryIO, TextIO
 
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, StorageUnavailable
 
-NEVER = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EOPNOTSUPP})
-"""Errors that are permanent. Others (EIO, EACCES, ENOSPC) may pass."""
+NEVER = frozenset(
+    {errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EOPNOTSUPP, errno.ENOSYS}
+)
+"""Errors that are permanent. Others (EIO, EACCES, ENOSPC) may pass. Without locks, flock raises ENOSYS."""
 
 WRONG = NEVER | {errno.ENOENT, errno.ENXIO}
 """Permanent errors of a file that has to exist."""

@@ -152,6 +152,7 @@ def _export_adapters(reader: Reader, values: Mapping[str, torch.Tensor], out: Pa
 def open_checkpoint(directory: Path, version: int | None) -> Reader:
     """A verified checkpoint; a warning tells if it is not the newest or holds NaN. Raises as above."""
     if version is None and (directory / MANIFEST).is_file():
+        directory = directory.absolute()
         if not directory.name.startswith("version-") or not directory.name[8:].isdecimal():
             raise UserError(
                 f"{directory}: the name of a checkpoint's directory must be version-NUMBER, as it was written"

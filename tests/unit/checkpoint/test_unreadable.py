@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import threading
@@ -13,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.checkpoint.plain import open_checkpoint
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import Fenced, StorageUnavailable
+from elastic_ps.errors import CheckpointError, Fenced, StorageUnavailable
+from tests.testing import machine
 from tests.testing.coordinator import finish, start, take
 from tests.testing.polling import eventually
+from tests.testing.store import write
 from tests.unit.server.test_chief import Server
 
 
@@ -142,3 +146,24 @@ def test_a_round_is_not_committed_by_a_server_that_could_not_tell(server: Server
         finish(server.coordinator, stay, taken, step=1)
     eventually(lambda: server.checkpoints.fenced, "it knows that another one has taken over")
     assert server.node.shard.version == 1
+
+
+def test_a_file_system_without_locks_is_refused_at_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre has none unless it is mounted with `flock`. Waiting does not help."""
+    machine.fails(monkeypatch, fcntl, "flock", OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)))
+    with pytest.raises(CheckpointError, match="Function not implemented") as refused:
+        Store(directory).claim("job", "run")
+    assert not isinstance(refused.value, StorageUnavailable)
+
+
+def test_a_checkpoint_may_be_named_by_a_relative_path(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(directory)
+    store.next_term()
+    write(store, 7)
+    monkeypatch.chdir(store.path(7))
+    with open_checkpoint(Path(), None) as reader:
+        assert reader.manifest.version == 7
