@@ -46,6 +46,7 @@ def load(
     """
     module_name, _, name = entrypoint.partition(":")
     find_own_modules()
+    sys.argv = sys.argv[:1]  # the module may parse it, as in a worker, and these are not its arguments
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:

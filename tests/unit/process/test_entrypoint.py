@@ -107,6 +107,18 @@ def test_where_modules_are_looked_for_is_said_if_the_entrypoints_own_is_missing(
     assert "current directory" not in str(refused.value)
 
 
+def test_a_module_may_parse_the_arguments_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of `--check JOB`, and of `elastic-ps evaluate DIR`, are not for it: a worker has none."""
+    monkeypatch.chdir(tmp_path)
+    Path("parses_at_import.py").write_text(
+        "import argparse\nargparse.ArgumentParser().parse_args()\nmain = dict\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["script", "--check", "{}"])
+    load("parses_at_import:main", {})
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
