@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from elastic_ps.api.job import ParameterServer, TrainingJobSpec, Worker, load_job
+from elastic_ps.api.checkpoints import Checkpoint
+from elastic_ps.api.job import TrainingJobSpec, Worker, load_job
 from elastic_ps.contract import env
 from elastic_ps.embedding.tables import Tables, tables_alone
 from elastic_ps.transport.base import Connection
@@ -74,8 +75,8 @@ def _close_last() -> None:
 
 def alone(spec: TrainingJobSpec) -> TrainingJobSpec:
     """The spec for one worker and one parameter server in one process."""
-    given = spec.parameter_server
-    server = ParameterServer(bucket_bytes=given.bucket_bytes, optimizers=given.optimizers)
+    fields = {"replicas": 1, "durability": "checkpoint", "checkpoint": Checkpoint()}
+    server = spec.parameter_server.model_copy(update=fields)
     worker = Worker(replicas=1, lease_duration=PATIENCE, progress_timeout=timedelta(0))
     consistency = spec.consistency.model_copy(update={"backup_workers": 0})
     update = {"parameter_server": server, "worker": worker, "consistency": consistency}
