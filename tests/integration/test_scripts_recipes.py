@@ -170,11 +170,14 @@ def test_the_best_checkpoint(
     assert died
 
 
+@pytest.mark.parametrize(
+    ("losses", "epochs"), [([0.9, 0.5, 0.7, 0.8, 0.6, 0.1], 5), ([math.nan] * 6, 3)], ids=["finite", "NaN"]
+)
 def test_the_recipe_of_early_stopping_waits_as_many_epochs_as_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, losses: list[float], epochs: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    losses, validated = [0.9, 0.5, 0.7, 0.8, 0.6, 0.1], list[int]()
+    validated = list[int]()
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -192,7 +195,7 @@ def test_the_recipe_of_early_stopping_waits_as_many_epochs_as_it_says(
     with running_job(tmp_path) as job:
         job.run(script, workers=2)
         assert job.status().progress.stopped == "the validation loss has not improved for 3 epochs"
-    assert validated == [0, 1, 2, 3, 4]
+    assert validated == [*range(epochs)]
     assert Path("model.pt").exists()
 
 
