@@ -258,7 +258,7 @@ def stalled_calls(name: str, address: str, *, count: int) -> Iterator[list[Any]]
 
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)
-        calls = [call(send(number), timeout=120) for number in range(count)]
+        calls = [call(send(number), timeout=300) for number in range(count)]
         try:
             yield calls
         finally:

@@ -566,7 +566,7 @@ def test_a_process_with_open_calls_may_fork() -> None:
         [sys.executable, "-c", FORKS],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env=environment,
         check=False,
     )

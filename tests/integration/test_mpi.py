@@ -68,7 +68,7 @@ class Ranks:
     def run(self, ranks: int, *arguments: object) -> tuple[int, str, str]:
         """Exit status, standard output and standard error, at the end."""
         run = self.start(ranks, *arguments)
-        out, err = run.communicate(timeout=120)
+        out, err = run.communicate(timeout=300)
         return run.returncode, out, err
 
     def status(self) -> LocalStatus | None:
@@ -138,7 +138,7 @@ def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> 
         else:
             command = [sys.executable, "-m", "elastic_ps.cli", "run", str(job), "--ps", "2"]
             done = subprocess.run(
-                command, env=mpirun.variables(ranks.directory), capture_output=True, text=True, timeout=120
+                command, env=mpirun.variables(ranks.directory), capture_output=True, text=True, timeout=300
             )
             code, out, err = done.returncode, done.stdout, done.stderr
         assert code == 0, err
@@ -170,7 +170,7 @@ def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(r
     JobDirectory("ranks", root=ranks.directory / "elastic-ps").scale(3)
     eventually(lambda: "worker-2" in ranks.pids(), "a third worker")
     (ranks.directory / "hurry").touch()
-    out, err = run.communicate(timeout=120)
+    out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
     assert "600 of 600 in the model" in out
 

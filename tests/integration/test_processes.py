@@ -499,7 +499,7 @@ def test_a_script_that_fails_in_one_process_says_why(tmp_path: Path) -> None:
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert run.returncode == 2
     assert "the disk is full" in run.stderr

@@ -576,7 +576,7 @@ def test_a_firewall_in_front_of_the_data_port_leaves_grpc(how: str) -> None:
         ["unshare", "--map-root-user", "--net", sys.executable, "-c", BLOCKED, how],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=Path(__file__).parents[2],
     )
@@ -605,7 +605,7 @@ def test_a_job_may_name_its_transport(tmp_path: Path, transport: str) -> None:
         [*command, "--transport", transport, "--report", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=Path(__file__).parents[2],
         env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
