@@ -379,8 +379,8 @@ def read_gradients(tables: Sequence[pb.PushRowsRequest.Rows], incoming: Incoming
 
 
 def read_body(incoming: Incoming) -> memoryview:
-    """The bytes of a call. Blocks."""
-    body = memoryview(bytearray(incoming.size))
+    """The bytes of a call, in memory that is taken as they arrive. Blocks."""
+    body = np.empty(incoming.size, np.uint8).data
     if incoming.size:
         incoming.read_into(body)
     return body

@@ -414,11 +414,11 @@ class TableValues(BucketValues):
 
     def take_sum(self, incoming: Incoming, present: Sequence[bool]) -> None:
         """See `BucketValues`."""
-        incoming.read_into(body := memoryview(bytearray(incoming.size)))
         rows, width = self._shape
         try:
-            if len(present) != 1:
-                raise ValueError(f"{len(present)} flags for one piece")
+            if len(present) != 1 or incoming.size > self.master.nbytes + 8 * rows:
+                raise ValueError(f"{len(present)} flags for one piece, {incoming.size} bytes for {rows} rows")
+            incoming.read_into(body := memoryview(bytearray(incoming.size)))
             mean = Rows.unpacked(body, rows=rows, width=width, dtype=self.master.dtype)
         except ValueError as error:
             raise Refused(RefusalCode.MALFORMED, f"sum for bucket {self.bucket.index}: {error}") from error

@@ -84,13 +84,12 @@ class Incoming(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a receiver. A larger frame is refused with `Malformed`, before memory is allocated.
-
-    A server may raise its `body_bytes` when it learns the layout of the model.
-    """
+    """The limits of a receiver. A larger frame is refused with `Malformed`, before memory is allocated."""
 
     header_bytes: int = 16 * 1024 * 1024
-    body_bytes: int = 256 * 1024 * 1024
+    body_bytes: int = 1 << 36
+    """More than a tensor has, since optimizers may need one whole. A handler knows from the model how long a
+    body is, and compares `Incoming.size` before it takes memory, or takes memory only as the bytes arrive."""
     share: int = 128
     """The least number of calls or sockets of one address: workers on one host need about eight each."""
     handshake: timedelta = timedelta(seconds=10)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -18,11 +19,12 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.embedding import SGD, Adagrad, Table, TableSpec, normal, uniform
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.placing import shard_of
-from elastic_ps.embedding.served import Contributor, ShardTables, Step
+from elastic_ps.embedding.served import Contributor, ShardTables, Step, read_body
 from elastic_ps.embedding.stored import part_of, parts_in, spec_from_text, spec_to_text
 from elastic_ps.embedding.table import WhenFull
-from elastic_ps.errors import CheckpointCorrupt, InvalidModel, Malformed, RefusalCode, Refused
+from elastic_ps.errors import CheckpointCorrupt, ConnectionLost, InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.orders import Application
+from elastic_ps.transport.base import Incoming
 
 DIM = 2
 SPEC = TableSpec(
@@ -289,6 +291,23 @@ def test_full_tables_of_several_shards_are_no_more_than_full_on_one(when_full: W
         assert bool(
             (merged.lookup(spec, np.arange(50)) == ShardTables(0, 1).lookup(spec, np.arange(50))).all()
         )
+
+
+def test_a_body_takes_memory_only_as_it_arrives() -> None:
+    """Nothing says how many rows a step may have, so whoever can call could announce any number."""
+    taken: list[int] = []
+
+    class Announced:
+        size = 1 << 29
+
+        def read_into(self, _: memoryview) -> None:
+            taken.append(psutil.Process().memory_info().rss - before)
+            raise ConnectionLost("nothing of it comes")
+
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(ConnectionLost):
+        read_body(cast("Incoming", Announced()))
+    assert taken[0] < Announced.size // 8
 
 
 def test_a_description_survives_the_way() -> None:

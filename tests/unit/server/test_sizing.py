@@ -36,6 +36,7 @@ from elastic_ps.errors import Malformed
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.members import PROBE
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Limits
 from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.transport.measuring import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
 from tests.testing.coordinator import SOON, AskedShardZero, Notes, waits
@@ -279,6 +280,16 @@ def test_rows_whose_norm_is_limited_are_not_divided_by_a_size_that_is_chosen() -
         )
         assert sizes(joined) == {256 * KIB}
         assert zero.status().bucket_bytes == 0
+
+
+def test_a_tensor_that_is_not_cut_fits_into_a_body() -> None:
+    """However large it is: an embedding of 150,000 words may have half a GB."""
+    join: dict[str, Any] = {"pid": 1, "host": "here", "optimizer": "Adafactor", "settings": LR}
+    wide = (TensorSpec("e", (1 << 26, 32), "float32", Rule.GRADIENT, 0),)
+    with choosing() as zero:
+        (size,) = sizes(zero.coordinator.join(0, **join, tensors=wide))
+    assert size == 1 << 33
+    assert size <= Limits().body_bytes
 
 
 def test_what_is_no_network_and_a_body_that_is_too_large_are_refused() -> None:

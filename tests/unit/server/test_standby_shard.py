@@ -142,6 +142,14 @@ def test_a_sum_of_the_wrong_size_is_refused() -> None:
         standby.take_sum(sum_key(TERM, 0, 0, 0), [True], Body(torch.ones(3)))
 
 
+def test_a_sum_with_more_than_all_rows_of_a_table_takes_no_memory() -> None:
+    rig, sum_ = Rig(one_bucket(replace(tensor("e", 4, 2), sparse=True))), Body(torch.zeros(4 * (2 + 2) + 1))
+    with pytest.raises(Refused, match="68 bytes") as refused:
+        rig.shard.take_sum(sum_key(TERM, 0, 0, 0), [True], sum_)
+    assert refused.value.code is RefusalCode.MALFORMED
+    assert not sum_.started.is_set()
+
+
 def test_no_worker_can_push_to_a_standby() -> None:
     rig = Rig(one_bucket(tensor("a", 4)), optimizer="Adam", settings=ADAM, workers=(0,))
     standby = follow(rig)
