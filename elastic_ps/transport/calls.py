@@ -64,6 +64,8 @@ class Call(Generic[Q, A]):
         describes: whether the request describes a model, whose size is unknown beforehand.
         numbered: whether the call changes what a worker holds, or the job's state. `Caller.call` counts such
             calls.
+        timeout: the time limit of a worker's attempt. Servers answer blocked calls sooner, so only a lost
+            answer takes this long.
     """
 
     request: type[Q]
@@ -73,6 +75,7 @@ class Call(Generic[Q, A]):
     sender: Sender = Sender.MEMBER
     describes: bool = False
     numbered: bool = False
+    timeout: timedelta = timedelta(seconds=60)
 
     @property
     def name(self) -> str:
@@ -85,6 +88,10 @@ class Call(Generic[Q, A]):
         except DecodeError as error:
             raise Malformed(f"not a {self.request.__name__}: {error}") from error
 
+
+ALL_OF_A_SHARD = timedelta(minutes=30)
+"""The time limit of a call that a shard answers with all it has. It would begin anew after that. A host that
+is gone is noticed much sooner."""
 
 _SHARDS = At.SHARD_ZERO | At.OTHER
 _ORDERED = At.OTHER | At.STANDBY
@@ -101,7 +108,14 @@ INIT = Call(pb.InitRequest, pb.Done, By.WORKER, _SHARDS)
 INIT_STATE = Call(pb.InitStateRequest, pb.Done, By.WORKER, _SHARDS)
 PUSH = Call(pb.PushRequest, pb.Done, By.WORKER, _SHARDS)
 PULL = Call(pb.PullRequest, pb.PullReply, By.WORKER, _SHARDS)
-OPTIMIZER_STATE = Call(pb.OptimizerStateRequest, pb.OptimizerStateReply, By.WORKER, _SHARDS, Sender.WORKER)
+OPTIMIZER_STATE = Call(
+    pb.OptimizerStateRequest,
+    pb.OptimizerStateReply,
+    By.WORKER,
+    _SHARDS,
+    Sender.WORKER,
+    timeout=ALL_OF_A_SHARD,
+)
 
 JOIN = Call(pb.JoinRequest, pb.JoinReply, By.WORKER, At.SHARD_ZERO, Sender.WORKER, describes=True)
 PROBE = Call(pb.ProbeRequest, pb.Done, By.WORKER, At.SHARD_ZERO, Sender.WORKER)
@@ -125,7 +139,9 @@ GONE = Call(pb.GoneRequest, pb.Done, By.WORKER | By.OPERATOR, At.SHARD_ZERO, Sen
 DECLARE_TENSOR = Call(pb.DeclareTensorRequest, pb.DeclareTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
 PUT_TENSOR = Call(pb.PutTensorRequest, pb.PutTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
 PUSH_TENSOR = Call(pb.PushTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
-PULL_TENSOR = Call(pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
+PULL_TENSOR = Call(
+    pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER, timeout=ALL_OF_A_SHARD
+)
 FREE_TENSOR = Call(pb.FreeTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
 
 LOOKUP = Call(pb.LookupRequest, pb.LookupReply, By.WORKER, _SHARDS, Sender.WORKER)

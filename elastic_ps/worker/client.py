@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -56,9 +55,6 @@ LONGEST_PAUSE_CALLING = 0.2
 
 LONGEST_PAUSE = 1.0
 """Seconds, while the answer is "not yet": hundreds of workers may ask."""
-
-TIMEOUT = timedelta(seconds=60)
-"""Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
 
 PENDING = "pending"
 """A reply with this field set has waited in vain: the call is to be repeated."""
@@ -465,7 +461,7 @@ class Client:
         return None
 
     def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
-        return self._connections[shard].call(method, frame, timeout=TIMEOUT)
+        return self._connections[shard].call(method, frame, timeout=calls.CALLS[method].timeout)
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """Repeat an attempt that fails on the way, or is answered with "not yet", with growing pauses.

@@ -7,6 +7,7 @@ import random
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from elastic_ps.server.process import ParameterServer
 from elastic_ps.tensors.limits import TensorLimits
 from elastic_ps.tensors.spread import home_of as home_among
 from elastic_ps.tensors.spread import spread
+from elastic_ps.transport import calls
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server
 from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
 from elastic_ps.worker.dialogue import WorkerLimits
@@ -288,6 +290,30 @@ def test_what_is_pushed_may_change_at_once(make: Callable[..., Rig]) -> None:
         server.push("w", values)
         values.fill_(-1.0)
     assert server.pull("w").eq(sum(range(20))).all()
+
+
+class Slow(Connection):
+    """A connection on which each slice takes a while, and a pull's time limit is 300 times as short."""
+
+    def __init__(self, inner: Connection) -> None:
+        self._inner = inner
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        slow = method == calls.PULL_TENSOR.name
+        for answer in self._inner.call(method, frame, timeout=timeout / 300 if slow else timeout):
+            if slow:
+                time.sleep(0.05)
+            yield answer
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_a_pull_of_many_slices_takes_as_long_as_it_needs(make: Callable[..., Rig]) -> None:
+    server = make(None, USUAL, WorkerLimits(patience=timedelta(seconds=2))).session(Slow).server
+    server.init("w", torch.ones(LARGE))
+    assert server.pull("w").eq(1).all()
+    assert calls.OPTIMIZER_STATE.timeout == calls.PULL_TENSOR.timeout, "it has as many answers"
 
 
 def test_a_pull_goes_where_it_is_to_go(make: Callable[..., Rig]) -> None:
