@@ -168,7 +168,7 @@ class Tensors:
         return brought
 
     def push(self, name: str, tensor: torch.Tensor | None = None, rule: PushRule = "add") -> Handle[None]:
-        """Begin to change a tensor. Blocks only while many other calls are under way.
+        """Begin to change a tensor. Blocks only while many other calls, or large ones, are under way.
 
         Args:
             tensor: a tensor of the same shape and dtype, on any device. It is copied, so the script may
@@ -196,7 +196,8 @@ class Tensors:
         with self._beginning:
             number = next(self._numbers)
             begin = partial(self._push_slices, known, number, rule, data)
-            handle = Handle(name, self._begin(known, begin), lambda: None)
+            parts = self._begin(known, begin, 0 if data is None else len(data))
+            handle = Handle(name, parts, lambda: None)
             with self._lock:
                 self._pushes.append(handle)
         return handle
@@ -423,19 +424,24 @@ class Tensors:
             )
         return known
 
-    def _begin(self, known: _Known, work: Callable[[int, Sequence[Slice]], None]) -> list[Future[None]]:
-        """Queue work on slices for the threads of their shards. Blocks; `_beginning` is held."""
-        return [
-            self._begin_on(shard, partial(work, shard, slices)) for shard, slices in known.by_shard().items()
-        ]
+    def _begin(
+        self, known: _Known, work: Callable[[int, Sequence[Slice]], None], nbytes: int = 0
+    ) -> list[Future[None]]:
+        """Queue work on slices for the threads of their shards. Blocks; `_beginning` is held.
 
-    def _begin_on(self, shard: int, work: Callable[[], None]) -> Future[None]:
+        Args:
+            nbytes: what the work keeps in memory until the last of these threads is done.
+        """
+        shards = known.by_shard().items()
+        return [self._begin_on(shard, partial(work, shard, slices), nbytes) for shard, slices in shards]
+
+    def _begin_on(self, shard: int, work: Callable[[], None], nbytes: int = 0) -> Future[None]:
         """Like `_begin`, for one shard. `close` ends the wait."""
         with self._lock:
             if self._closed:
                 raise UsageError(CLOSED)
             executor = self._executors.get(shard) or self._executors.setdefault(shard, SerialExecutor(shard))
-        return executor.add(work)
+        return executor.add(work, nbytes)
 
     def _raise_failed(self) -> None:
         """Raise the error of a push that nobody has waited for, which would otherwise go unnoticed."""

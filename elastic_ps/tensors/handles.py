@@ -15,6 +15,9 @@ from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, TensorLost, 
 MOST_QUEUED = 32
 """The number of queued calls to a parameter server. A further one blocks, so that memory stays bounded."""
 
+MOST_BYTES = 256 * 1024 * 1024
+"""The same for the bytes of queued pushes, which are copies. A larger push waits until no other is queued."""
+
 CLOSED = "the session is closed, so session.server cannot be used any more"
 
 T = TypeVar("T")
@@ -72,21 +75,27 @@ class SerialExecutor:
 
     def __init__(self, shard: int) -> None:
         self._changed = threading.Condition()
-        self._work: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._work: deque[tuple[Callable[[], None], Future[None], int]] = deque()
+        self._queued = 0  # bytes
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"tensors-{shard}", daemon=True)
         self._thread.start()
 
-    def add(self, work: Callable[[], None]) -> Future[None]:
-        """Queue a call. Blocks while `MOST_QUEUED` calls wait."""
+    def add(self, work: Callable[[], None], nbytes: int = 0) -> Future[None]:
+        """Queue a call. Blocks while too many wait, or they hold too many bytes with its `nbytes`."""
         future: Future[None] = Future()
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or len(self._work) < MOST_QUEUED)
+            self._changed.wait_for(lambda: self._closing or self._has_room(nbytes))
             if self._closing:
                 raise UsageError(CLOSED)
-            self._work.append((work, future))
+            self._work.append((work, future, nbytes))
+            self._queued += nbytes
             self._changed.notify_all()
         return future
+
+    def _has_room(self, nbytes: int) -> bool:
+        fits = not nbytes or not self._queued or self._queued + nbytes <= MOST_BYTES
+        return fits and len(self._work) < MOST_QUEUED
 
     def _run(self) -> None:
         while True:
@@ -94,7 +103,8 @@ class SerialExecutor:
                 self._changed.wait_for(lambda: self._closing or self._work)
                 if not self._work:
                     return
-                work, future = self._work.popleft()
+                work, future, nbytes = self._work.popleft()
+                self._queued -= nbytes
                 self._changed.notify_all()
             try:
                 work()
