@@ -12,6 +12,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.process.listening import address_towards
 from elastic_ps.process.retrying import retry
 
 _c10d: Any = dist
@@ -49,17 +51,8 @@ def host_towards(address: str, *, within: timedelta) -> str:
     Raises:
         ConnectionLost: that takes longer than `within`.
     """
-    host, _, port = address.rpartition(":")
-
-    def look() -> str:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, place = infos[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-
     try:
-        return retry(look, OSError, patience=within, pause=PAUSE)
+        return retry(partial(address_towards, address), OSError, patience=within, pause=PAUSE)
     except OSError as error:
         text = f"there is no route to the parameter server at {address}: {error}"
         raise ConnectionLost(text) from error

@@ -35,6 +35,7 @@ from elastic_ps.errors import CannotListen, ElasticPSError, UserError
 from elastic_ps.local import issuer
 from elastic_ps.local.processes import PIDS, Child, Lifeline, with_threads
 from elastic_ps.process.lifecycle import take_descriptors
+from elastic_ps.process.listening import address_towards
 
 if TYPE_CHECKING:
     from elastic_ps.local.relay import Relay
@@ -131,7 +132,7 @@ class World:
 
     @property
     def address(self) -> str:
-        """The address of this host at which the other ranks reach it.
+        """The address of this host at which the other ranks reach it; IPv6 in brackets.
 
         Raises:
             UserError: their hosts have no address that is known here.
@@ -140,15 +141,13 @@ class World:
         if not others:
             return "127.0.0.1"
         try:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                sock.connect((others[0], 9))  # sends nothing, but selects an address of this host
-                address: str = sock.getsockname()[0]
+            address = address_towards(f"{others[0]}:9", socket.AF_INET)
         except OSError as error:
             raise UserError(
                 f"rank {self.rank} finds no address of the host {others[0]} of another rank: {error}. "
                 "The hosts of all ranks have to reach each other by these names"
             ) from error
-        return address
+        return f"[{address}]" if ":" in address else address
 
     def abort(self) -> None:
         """End all ranks, and this process, with status 1."""

@@ -1,4 +1,4 @@
-"""The addresses on which a server listens, and the HTTP server of metrics, status and probes.
+"""The addresses of this host, and the HTTP server of metrics, status and probes.
 
 The parameter server, its transports and the operator share it.
 """
@@ -41,6 +41,25 @@ def listen_address(host: str) -> ListenAddress:
     both = everywhere and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
     return ListenAddress(family, "" if everywhere else host, both)
+
+
+def address_towards(address: str, first: socket.AddressFamily | None = None) -> str:
+    """The address of this host on the way to `host:port`. Nothing is sent.
+
+    Blocks while the host's name is looked up. Its addresses are tried in the system's order, those of the
+    family `first` before others. Raises OSError if there is no route to any.
+    """
+    host, _, port = address.rpartition(":")
+    infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    problem = OSError(f"{host} has no address")
+    for family, kind, _, _, place in sorted(infos, key=lambda info: info[0] != first):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            problem = error
+    raise problem
 
 
 REQUESTS = 128
