@@ -93,7 +93,7 @@ class Limits:
     share: int = 128
     """The least number of calls or sockets of one address: workers on one host need about eight each."""
     handshake: timedelta = timedelta(seconds=10)
-    """The time limit of a `stream` handshake."""
+    """The time limit of a client's handshake, and with gRPC of its first message."""
     speaks: timedelta | None = None
     """How long an unknown data port may take to greet before gRPC is used; None: see `tcp.dial`."""
 

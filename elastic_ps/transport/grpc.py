@@ -67,9 +67,6 @@ CONNECTIONS = 2048
 """The number of connections of a server, each with some 20 KB; further ones are closed. Clients that use the
 data port need none of them."""
 
-HANDSHAKE = timedelta(seconds=10)
-"""The time limit for a client's first message."""
-
 IDLE = timedelta(minutes=2)
 """A connection without a call is closed after this time. Its client makes another one when it has a call."""
 
@@ -165,7 +162,6 @@ class GrpcServer(Server):
         limits: Limits | None = None,
         calls: int = CALLS,
         connections: int = CONNECTIONS,
-        handshake: timedelta = HANDSHAKE,
         stall: timedelta = STALL,
         credentials: Credentials | None = None,
     ) -> None:
@@ -175,7 +171,6 @@ class GrpcServer(Server):
             limits: the limits for clients; `limits` may be replaced later.
             calls: the number of calls that are answered at the same time, each in a thread; the next ones
             wait. connections: the number of connections, as far as there are descriptors for them.
-            handshake: the time limit for a client's first message.
             stall: how long a client may send nothing in the middle of a frame.
             credentials: for TLS with clients that have a certificate of the job; None: the server answers
                 everybody in plain text.
@@ -191,7 +186,7 @@ class GrpcServer(Server):
         self._pool = ThreadPoolExecutor(calls, thread_name_prefix=f"grpc-{bind}")
         limited = (
             ("grpc.max_allowed_incoming_connections", descriptors_for(connections)),
-            ("grpc.server_handshake_timeout_ms", int(handshake.total_seconds() * 1000)),
+            ("grpc.server_handshake_timeout_ms", int(self.limits.handshake.total_seconds() * 1000)),
         )
         self._server = grpc.server(self._pool, options=(*_SERVER_OPTIONS, *limited))
         method = grpc.stream_stream_rpc_method_handler(self._answer)

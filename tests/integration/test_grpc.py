@@ -419,7 +419,7 @@ def test_half_open_connections_do_not_hold_up_calls_or_close() -> None:
 
 def test_silent_connections_take_a_part_of_the_descriptors_and_for_a_moment_only() -> None:
     """Each takes a descriptor and memory; without an end to it, the server would have none for its files."""
-    server = GrpcServer("127.0.0.1:0", connections=4, handshake=timedelta(seconds=1))
+    server = GrpcServer("127.0.0.1:0", connections=4, limits=Limits(handshake=timedelta(seconds=1)))
     server.serve(echo)
     connection = GrpcConnection(server.address)
     with contextlib.ExitStack() as stack:
