@@ -52,9 +52,9 @@ def wanted(
     """The settings that the contributors ask for, as JSON; "" for those in force.
 
     The contributor with the most steps decides, among those that have heeded the most evaluations. With
-    bounded staleness, where most versions lack most workers, settings change only if no member has made more
-    steps, or to heed another evaluation. So a schedule does not go back whenever a slow worker's step
-    arrives.
+    bounded staleness, where most versions lack most workers, schedulers do not go back unless one has heeded
+    another evaluation; and settings with as many steps of schedulers change only if no member has made more
+    steps. So a slow worker's step takes nothing back, and nothing stops while the fastest worker is away.
     """
     heeds = {c.incarnation: _heeds(c.settings, settings) for c in contributions}
     furthest = max(heeds.values())
@@ -64,8 +64,15 @@ def wanted(
     members_of = (members.find(c.worker, c.incarnation) for c in contributions if c.incarnation in sent)
     first = eldest(members_of)
     most = max((member.steps for member in members.live.values()), default=0)
-    stale = may_be_stale and first.steps < most and furthest == settings.heeds
-    return "" if stale else sent[first.incarnation]
+    text = sent[first.incarnation]
+    ahead = _steps(text, settings) - settings.steps
+    stale = ahead < 0 or (not ahead and first.steps < most)
+    return "" if may_be_stale and stale and furthest == settings.heeds else text
+
+
+def _steps(sent: str, in_force: Settings) -> int:
+    """See `Settings.steps`; those in force if the script has no schedulers, as it may after a resume."""
+    return read_settings(sent).steps if '"steps"' in sent else in_force.steps
 
 
 def _heeds(sent: str, in_force: Settings) -> int:

@@ -157,14 +157,20 @@ class Settings:
         position = Position(*(int(number) for number in data["position"]))
         made = Made(*(int(number) for number in data["made"]))
         schedulers = tuple(data["schedulers"])
-        if not all(isinstance({**each}.get("heeds", 0), int) for each in schedulers):
-            raise TypeError("expected a whole number of heeds")
+        counts = ({**each}.get(key, 0) for each in schedulers for key in ("steps", "heeds"))
+        if not all(isinstance(count, int | float) for count in counts):
+            raise TypeError("expected numbers of steps and heeds")
         return cls(tuple(data["groups"]), schedulers, position, tuple(data["first"]), made)
 
     @property
     def heeds(self) -> int:
         """How many evaluations schedulers have heeded that step by one, such as ReduceLROnPlateau."""
         return sum(each.get("heeds", 0) for each in self.schedulers)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the schedulers have made together."""
+        return sum(each.get("steps", 0) for each in self.schedulers)
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -244,7 +244,7 @@ def test_a_push_in_another_codec_or_of_settings_that_are_none_is_refused(worker:
         worker.push(0, 0, codec="zip")
     assert code(refused) is RefusalCode.MALFORMED
     heeds = '{"groups": [], "schedulers": [{"heeds": "2"}], "first": [], "made": [0, 0], "position": [0]}'
-    for text in ("[1", heeds):
+    for text in ("[1", heeds, heeds.replace("heeds", "steps")):
         with pytest.raises((Refused, Malformed), match="not the settings of an optimizer"):
             worker.push(0, 0, finish=worker.finishing(0, taken, settings=text))
     assert worker.push(0, 0, finish=worker.finishing(0, taken)).duplicate is False

@@ -175,7 +175,7 @@ def bounded(*workers: int) -> tuple[JobState, list[Member]]:
     return state, [join(state, worker) for worker in workers]
 
 
-def bounded_step(state: JobState, member: Member, *, schedule: int) -> str:
+def bounded_step(state: JobState, member: Member, *, schedule: int | str) -> str:
     """A round of the worker's step alone; returns the settings that it was made with."""
     assert state.begin(member, version=state.version, step=member.last_step + 1) is Entry.IN
     done = replace(contribution(state, member, step=member.last_step + 1), settings=str(schedule))
@@ -203,6 +203,23 @@ def test_a_slow_worker_does_not_take_the_schedule_back_even_when_the_fast_ones_w
     assert bounded_step(state, slow, schedule=0) == ""
     state.drop(0, "left")
     assert bounded_step(state, slow, schedule=1) == "1", "it is the one that has made most steps now"
+
+
+def test_the_schedule_goes_on_while_the_worker_with_the_most_steps_is_away() -> None:
+    def after(steps: int) -> Settings:
+        return Settings(({"lr": 1 / steps},), ({"steps": steps, "heeds": 0, "heeded": -1, "state": {}},))
+
+    state, (fast, slow) = bounded(0, 1)
+    for steps in (1, 2, 3):
+        asked = after(steps).to_json()
+        assert bounded_step(state, fast, schedule=asked) == asked
+        state.settings = after(steps)
+    state.rounds.withdraw(0)
+    assert [bounded_step(state, slow, schedule=after(steps).to_json()) for steps in (2, 3)] == ["", ""]
+    assert bounded_step(state, slow, schedule=after(4).to_json()) == after(4).to_json()
+    state.settings = after(4)
+    state.rounds.admit(0)
+    assert bounded_step(state, fast, schedule=after(3).to_json()) == "", "it was away, and is behind"
 
 
 def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> None:
