@@ -38,7 +38,7 @@ class AccumulateRounds(AskedRounds):
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         """See `SyncRounds.admit`. The worker takes part in the open round, unless that has all its steps."""
-        super().admit(worker, at_once=at_once or not (self.decided or self._full))
+        super().admit(worker, at_once=at_once or not (self.decided or self._is_full()))
 
     def lose(self, worker: int) -> list[Contribution]:
         """See `SyncRounds`. Its finished steps stay, and a process that replaces it may add another one."""
@@ -62,13 +62,12 @@ class AccumulateRounds(AskedRounds):
 
     # --- steps
 
-    @property
-    def _full(self) -> bool:
-        """Whether the wanted number of steps is done or being pushed."""
-        return self._is_full()
-
     def _is_full(self, *, kept: int = 0) -> bool:
-        """See `_full`. `kept`: the number of places that are reserved for others."""
+        """Whether the wanted number of steps is done or being pushed.
+
+        Args:
+            kept: the number of places that are reserved for others.
+        """
         return len(self.begun) + len(self.earlier) + kept >= self.wanted
 
     @property
