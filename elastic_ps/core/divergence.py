@@ -12,8 +12,9 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic_ps.api.compression import Compression
+from elastic_ps.api.compression import MAX_ERROR, Compression
 from elastic_ps.api.consistency import Consistency
+from elastic_ps.api.fields import AUTO
 
 WINDOWS = 50
 """The number of windows of a job."""
@@ -184,10 +185,13 @@ EXACT = ("none", "changed", "bf16", "fp16", "int8")
 
 
 def _of_codecs(compression: Compression) -> list[str]:
-    lossy = {compression.codec, *(rule.codec for rule in compression.rules)} - {*EXACT}
+    lossy = {compression.codec, *(rule.codec for rule in compression.rules)} - {*EXACT, AUTO}
     ways = [
         f"send gradients with a codec that loses less than {each}, such as int8" for each in sorted(lossy)
     ]
+    most = MAX_ERROR if compression.max_error is None else compression.max_error
+    if compression.codec == AUTO and most:
+        ways.append(f"set compression.maxError to less than {most:g}")
     if compression.values not in EXACT:
         ways.append(f"send values with a codec that loses less than {compression.values}, such as bf16")
     return ways

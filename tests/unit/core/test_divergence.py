@@ -175,6 +175,9 @@ def test_a_finished_job_that_trains_more_epochs_does_not_lose_its_good_name() ->
             ["max_grad_norm", "loses less than topk"],
         ),
         ({"mode": "async"}, {"codec": "bf16", "values": "topk"}, ["mode: bounded", "send values with"]),
+        ({}, {"codec": "auto"}, ["max_grad_norm", "compression.maxError to less than 0.02"]),
+        ({}, {"codec": "auto", "maxError": 0.5}, ["max_grad_norm", "compression.maxError to less than 0.5"]),
+        ({}, {"codec": "auto", "maxError": 0}, ["max_grad_norm"]),
     ],
 )
 def test_the_advice_names_what_a_job_of_that_kind_can_change(
