@@ -84,13 +84,9 @@ class ElasticLoader:
     ) -> None:
         self._runtime, self._prefetch, self.batches = runtime, prefetch, runtime.batches
         consistency, data = runtime.spec.consistency, runtime.spec.data
+        late = consistency.may_be_late
         source = read_source(
-            given,
-            batch_size=batch_size,
-            records=records,
-            data=data,
-            late=consistency.may_be_late,
-            options=options,
+            given, batch_size=batch_size, records=records, data=data, late=late, options=options
         )
         if source.batch_size < runtime.world.size:
             raise UsageError(
@@ -99,11 +95,13 @@ class ElasticLoader:
             )
         if not is_count(epochs):
             raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")
-        if source.drop_last and source.records < source.batch_size and not consistency.global_batch_size:
+        shares = runtime.spec.worker.replicas if consistency.fixed_workers else 1
+        least = source.records // shares
+        if source.drop_last and least < source.batch_size and not consistency.global_batch_size:
             raise UsageError(
-                f"drop_last is set, and the data set has {source.records} records, fewer than the "
-                f"{source.batch_size} of a batch, so no batch would be left. Leave drop_last out, or make "
-                "batches smaller"
+                f"drop_last is set, and {'a share of ' * (shares > 1)}the data set has {least} records, "
+                f"fewer than the {source.batch_size} of a batch, so no batch would be left. Leave drop_last "
+                "out, or make batches smaller"
             )
         self._renew = not source.options.get("persistent_workers")
         self._placed = isinstance(source.readable, IndexedStream)

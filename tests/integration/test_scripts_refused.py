@@ -524,6 +524,17 @@ def test_batches_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], match
     failing(tmp_path, script, UsageError, match)
 
 
+def test_shares_without_a_whole_batch(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        session.loader(Numbers(20), 8, drop_last=True)
+
+    match = "a share of the data set has 6 records, fewer than the 8 of a batch"
+    shared: dict[str, Any] = {"consistency": {"deterministic": True}, "worker": {"replicas": 3}}
+    failing(tmp_path, script, UsageError, match, **shared)
+
+
 def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
