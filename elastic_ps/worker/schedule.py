@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 Ended: TypeAlias = Callable[[], int | None]
 """Gives the last epoch that is over for the script; None within a loop."""
 
-Interval: TypeAlias = Literal["step", "epoch", "sample"] | Callable[[int], int]
+Interval: TypeAlias = Literal["step", "epoch", "sample"] | Callable[[int], float]
 """A scheduler makes a step for each version of the model, each epoch, or each record.
 
-Or as many steps as a function gives for the number of records that are trained or skipped.
+Or as many whole steps as a function gives for the number of records that are trained or skipped.
 """
 
 OTHER_GROUPS = (
@@ -112,7 +112,7 @@ class _Scheduler:
             return
         self.check()
         made = {"step": position.version, "epoch": position.epochs, "sample": position.samples}
-        wanted = self.interval(position.samples) if callable(self.interval) else made[self.interval]
+        wanted = int(self.interval(position.samples)) if callable(self.interval) else made[self.interval]
         while self.steps < wanted:
             if isinstance(self.scheduler, _JUMPING):
                 self.scheduler.last_epoch += wanted - self.steps - 1

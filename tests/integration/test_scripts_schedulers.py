@@ -267,6 +267,7 @@ POSITIONS: dict[str, tuple[Interval, Scheduler]] = {
     "sample, one by one": ("sample", lambda o: lr_scheduler.StepLR(o, step_size=50, gamma=0.5)),
     "epoch": ("epoch", lambda o: lr_scheduler.ExponentialLR(o, 0.5)),
     "batch": (lambda samples: samples // 8, lambda o: lr_scheduler.StepLR(o, step_size=7, gamma=0.5)),
+    "fraction": (lambda samples: samples / 9, lambda o: lr_scheduler.OneCycleLR(o, 0.03, total_steps=30)),
 }
 
 
@@ -326,7 +327,7 @@ def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consist
         complete = next((epoch for epoch, missing in enumerate(left) if missing), epochs)
         reference.step()
         counted = {"sample": samples, "epoch": complete}
-        steps = interval(samples) if callable(interval) else counted[str(interval)]
+        steps = int(interval(samples)) if callable(interval) else counted[str(interval)]
         for _ in range(steps - done):
             expected.step()
         done = steps
