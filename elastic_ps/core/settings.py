@@ -106,8 +106,9 @@ class Settings:
     Attributes:
         groups: the names and plain values of each parameter group.
         schedulers: for each scheduler given to `session.scheduler`, its number of steps ("steps"), how many
-            evaluations it has heeded ("heeds"), the epoch of the last one ("heeded"; -1: none), and the plain
-            values of its `state_dict` ("state").
+            evaluations it has heeded ("heeds"), the epoch of the last one ("heeded"; -1: none), the plain
+            values of its `state_dict` ("state"), and in mode `local` what it sets in the parameter groups of
+            the worker's optimizer ("groups").
         position: the position of the version with these settings. The parameter server sets it.
         made: the contributions to that version. The parameter server sets it.
         first: the groups at the beginning of the job. The parameter server sets them.

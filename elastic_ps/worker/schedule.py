@@ -8,7 +8,8 @@ set hyperparameters by hand, those of the longest-serving worker count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
@@ -68,19 +69,21 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
 
 
 class _Scheduler:
-    """One that the session steps for the script, or whose state it keeps."""
+    """One that the session steps for the script, or whose state it keeps. `own`: see `Schedule`."""
 
-    def __init__(self, scheduler: LRScheduler, interval: Interval | None, ended: Ended) -> None:
-        self.scheduler, self.interval, self.steps = scheduler, interval, 0
-        self.heeds, self.heeded = 0, -1
+    def __init__(self, scheduler: LRScheduler, interval: Interval | None, ended: Ended, *, own: bool) -> None:
+        self.scheduler, self.interval, self._own = scheduler, interval, own
+        self.steps, self.heeds, self.heeded = 0, 0, -1
         if interval is None:
             self._heed_once(ended)
-        self._initial = _plain(scheduler.state_dict())
+        self._initial = self.state()
         self._left = self._seen()
 
     def state(self) -> dict[str, Any]:
-        state = _plain(self.scheduler.state_dict())
-        return {"steps": self.steps, "heeds": self.heeds, "heeded": self.heeded, "state": state}
+        counts = {"steps": self.steps, "heeds": self.heeds, "heeded": self.heeded}
+        groups = self.scheduler.optimizer.param_groups if self._own else []
+        sets = [{key: plain(group[key], where=key) for key in _SCHEDULED if key in group} for group in groups]
+        return {**counts, "state": _plain(self.scheduler.state_dict()), "groups": sets}
 
     def _heed_once(self, ended: Ended) -> None:
         """Let a ReduceLROnPlateau count one evaluation after each epoch, though each worker makes one.
@@ -100,10 +103,10 @@ class _Scheduler:
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Go to a state of the job's, or to the first one."""
-        state = stored["state"] if stored else self._initial
-        self.scheduler.load_state_dict(_completed(state, self.scheduler.state_dict()))
-        self.steps = int(stored["steps"]) if stored else 0
-        self.heeds, self.heeded = (stored.get("heeds", 0), stored.get("heeded", -1)) if stored else (0, -1)
+        stored = {**self._initial, **(stored or {})}
+        self.scheduler.load_state_dict(_completed(stored["state"], self.scheduler.state_dict()))
+        self.steps, self.heeds, self.heeded = (int(stored[key]) for key in ("steps", "heeds", "heeded"))
+        _set(self.scheduler.optimizer.param_groups, stored["groups"])
         self._left = self._seen()
 
     def go_to(self, position: Position) -> None:
@@ -148,8 +151,8 @@ class Schedule:
 
     Args:
         wrapped: the optimizer that the parameter server runs; its `param_groups` are what schedulers change.
-        own: schedulers change another optimizer, which runs on this worker. They follow the job's progress,
-            and nothing of them is sent.
+        own: schedulers change another optimizer, which runs on this worker. What they set there is sent with
+            their states.
         has_state: the optimizer begins with one, which was made with the hyperparameters as they are now.
     """
 
@@ -167,9 +170,8 @@ class Schedule:
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
         groups = ModelDescription.settings(self._wrapped).groups
-        now = Settings(groups, () if self._own else tuple(each.state() for each in self._schedulers))
-        if now != self._current:  # else it is known already what it is as JSON
-            self._current = now
+        now = Settings(groups, tuple(each.state() for each in self._schedulers))
+        self._current = self._current if now == self._current else now  # its JSON may be known
         return self._current
 
     def joined(self, settings: Settings) -> None:
@@ -189,7 +191,7 @@ class Schedule:
 
     def add(self, scheduler: LRScheduler, interval: Interval | None, ended: Ended) -> None:
         """Keep a scheduler, and step it to the job's progress. `ended`: see `_heed_once`."""
-        self._schedulers.append(_Scheduler(scheduler, interval, ended))
+        self._schedulers.append(_Scheduler(scheduler, interval, ended, own=self._own))
         self.evaluates |= interval is None
         self._steps |= interval is not None
         self._first = ModelDescription.settings(self._wrapped).groups
@@ -211,12 +213,12 @@ class Schedule:
             groups = settings.groups if len(settings.schedulers) >= len(self._schedulers) else self._first
             if len(self._wrapped.param_groups) != len(groups):
                 raise UsageError(OTHER_GROUPS)
-            for group, values in zip(self._wrapped.param_groups, groups, strict=True):
-                for key, value in values.items():
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-            for each, stored in zip_longest(self._schedulers, settings.schedulers[: len(self._schedulers)]):
-                if not (keeps and stored and each.interval is None and each.heeds >= stored.get("heeds", 0)):
-                    each.load(stored)
+            _set(self._wrapped.param_groups, groups)
+        goes_back = self._in_force is not None and settings.position < self._in_force.position
+        for each, stored in zip_longest(self._schedulers, settings.schedulers[: len(self._schedulers)]):
+            behind = each.interval or each.heeds < (stored or {}).get("heeds", 0) + (not keeps)
+            if behind and (stored or goes_back or not self._own):
+                each.load(stored)
         self._go_on(settings)
         for group, key, value in changed:
             group[key] = value
@@ -264,6 +266,12 @@ class Schedule:
             self._found = ModelDescription.settings(self._wrapped).groups
 
 
+def _set(groups: Sequence[dict[str, Any]], to: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(groups, to, strict=False):
+        for key, value in values.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
 def _completed(plain: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """A state that was sent, with the rest of this worker's, such as the objects that a LambdaLR calls."""
     result = {**own, **plain}
@@ -277,11 +285,6 @@ def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a scheduler's state that changes and can be sent."""
     result: dict[str, Any] = {}
     for key, value in state.items():
-        if key == "_schedulers":  # those that SequentialLR and ChainedScheduler are made of
-            result[key] = [_plain(inner) for inner in value]
-            continue
-        try:
-            result[key] = plain(value, where=key)
-        except InvalidModel:
-            continue
+        with suppress(InvalidModel):  # "_schedulers": what SequentialLR and ChainedScheduler are made of
+            result[key] = [*map(_plain, value)] if key == "_schedulers" else plain(value, where=key)
     return result

@@ -526,6 +526,69 @@ def test_a_schedule_of_the_jobs_progress_is_where_the_job_is_also_for_a_newcomer
         assert rate == pytest.approx(0.02 * 0.9**version)
 
 
+@pytest.mark.parametrize("every", [6, 100], ids=["checkpoint", "beginning"])
+def test_a_schedule_goes_back_with_the_job(tmp_path: Path, every: int) -> None:
+    rates = list[tuple[int, float]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        session.scheduler(lr_scheduler.ExponentialLR(optimizer, gamma=0.9), interval="step")
+        for number, (x, y) in enumerate(session.loader(Numbers(240), BATCH)):
+            if number == 42:
+                job.restart(0)
+            rates.append((session.version, optimizer.param_groups[0]["lr"]))
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    checkpoint = {"checkpoint": {"everyVersions": every}}
+    kept = tmp_path / "kept"
+    with running_job(tmp_path, checkpoints=kept, consistency=local(4), parameterServer=checkpoint) as job:
+        job.run(script, workers=1)
+    assert [version for version, _ in rates[40:48]] == [10] * 4 + [every % 100 % 10] * 4
+    for version, rate in rates:
+        assert rate == pytest.approx(0.02 * 0.9**version)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9], ids=["alone", "with a schedule"])
+def test_a_rate_that_one_worker_has_lowered_is_everyones(tmp_path: Path, gamma: float) -> None:
+    """The other worker's, and that of who resumes the job."""
+    rates = list[tuple[str, int, float]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        if gamma < 1:
+            session.scheduler(lr_scheduler.ExponentialLR(optimizer, gamma), interval="step")
+        scheduler = session.scheduler(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+        for x, y in session.loader(Numbers(400), BATCH):
+            rates.append((resume, session.version, optimizer.param_groups[0]["lr"]))
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if resume == "no" and session.version == 2 and session.worker == 0 and not scheduler.last_epoch:
+                scheduler.step(1.0)
+                scheduler.step(1.0)
+            if resume == "no" and session.version >= 5:
+                session.drain()
+
+    for resume in ("no", "require"):
+        with running_job(
+            tmp_path / resume,
+            checkpoints=tmp_path / "checkpoints",
+            resume=resume,
+            consistency=local(4),
+            data={"shardRecords": 16},
+        ) as job:
+            job.run(script, workers=2)
+    assert {version for at, version, _ in rates if at == "no"} >= {0, 2, 3, 4}
+    assert min(version for at, version, _ in rates if at != "no") >= 5
+    for _, version, rate in rates:
+        if version != 2:  # worker 0 lowers it in the middle of that
+            assert rate == pytest.approx((0.02 if version < 2 else 0.002) * gamma**version)
+
+
 def test_each_local_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
     seeds = list[int]()
 
