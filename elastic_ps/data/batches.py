@@ -1,8 +1,9 @@
 """The batches that the script has in hand for the next step, and their metrics.
 
 Only records that a backward() ran for are trained. A backward() is for the batch that was handed out last. If
-that batch has had one, it is for the first batch without one, as when several batches are loaded first. A
-batch without any is skipped when a step is made with later ones, or when the loop ends: nobody trains it.
+that batch has had one, it is for the first batch without one, as when several batches are loaded first;
+unless the script is known to run several for a batch. A batch without any is skipped when a step is made with
+later ones, or when the loop ends: nobody trains it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Batches:
     def __init__(self) -> None:
         self.hand, self.stale, self.ended = Hand.EMPTY, False, False
         self.grouped: bool | None = None
+        self._repeats = False  # the script has run several backward() for a batch
         self._open: list[_Batch] = []  # that no backward() has run for
         self._weighed = False  # since the last batch was handed out, and the last backward()
         self._new = 0  # how many of the last of these were handed out since the last backward()
@@ -166,7 +168,7 @@ class Batches:
                 "number of tokens that its loss averages over"
             )
         self._weighed = True
-        if self._open:  # computed on again, it keeps what was said, or gets another weight
+        if self._begins:  # computed on again, it keeps what was said, or gets another weight
             self._open[-1 if self._new else 0].weight = weight
         else:
             self._computed[-1].weight = (self._computed[-1].weight or 0.0) + weight
@@ -180,14 +182,22 @@ class Batches:
 
     def compute(self) -> None:
         """A backward() has run: its batch belongs to the next step."""
-        self.grouped = self.grouped or (bool(self._open) and (self.ended or not self._new))
-        if self._open:
+        begins = self._begins
+        self._repeats |= bool(self._computed) and not self._open
+        self.grouped = self.grouped or (begins and (self.ended or not self._new))
+        if begins:
             self._computed.append(self._open.pop(-1 if self._new else 0))
         self._new, self._weighed = 0, False
 
+    @property
+    def _begins(self) -> bool:
+        """Whether the next backward() is the first one for its batch."""
+        repeated = self._repeats and self._computed and not (self._new or self.grouped)
+        return bool(self._open) and not repeated
+
     def under_way(self, *, begins: bool) -> int:
         """How many records the batch of a backward() has that `begins`, or has begun; 0 if there is none."""
-        if begins and self._open:
+        if begins and self._begins:
             return self._open[-1 if self._new else 0].sizes[0]
         return self._computed[-1].sizes[0] if self._computed else 0
 

@@ -134,6 +134,22 @@ def test_batches_are_grouped_when_a_backward_is_for_one_loaded_before_the_last_b
     assert batches.computed == (Range(0, 3, 5), Range(0, 0, 3))
 
 
+def test_a_second_backward_for_a_batch_is_not_for_one_that_was_left_out() -> None:
+    batches = Batches()
+    compute(batches, 0)
+    batches.compute()
+    batches.step_made()
+    batches.add([Range(0, 3, 5)])
+    batches.add([Range(0, 5, 9)])
+    for weight in (1, 2):
+        batches.weigh(weight)
+        assert batches.under_way(begins=True) == 4
+        batches.compute()
+    assert not batches.grouped
+    assert (batches.computed, batches.weight) == ((Range(0, 5, 9),), 3)
+    assert batches.decide(keep_new=True) == 2
+
+
 def test_batches_are_grouped_when_a_backward_runs_after_the_loop() -> None:
     batches = Batches()
     batches.add([Range(0, 0, 3)])
