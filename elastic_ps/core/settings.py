@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -343,3 +343,30 @@ def plain_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
         for key, value in group.items()
         if key not in NOT_SENT
     }
+
+
+@dataclass(frozen=True)
+class Application:
+    """The contributions that become the next version, and the settings of its step.
+
+    `assigns`: the sums are the version's values, and the optimizer makes no step.
+    `elsewhere`: the workers make the step, and the shard, which is the only one, counts it.
+    `divisor`: what the staleness of the steps divides learning rates by, as it did those in `settings`.
+    `time`: when the version was decided, in seconds of shard 0's monotonic clock.
+    `norm`: the norm of the mean gradient on all shards, if it is clipped; None if there is one shard.
+    """
+
+    attempt: int
+    contributors: Collection[tuple[int, int, int]]
+    weight: float
+    settings: Settings
+    assigns: bool = False
+    elsewhere: bool = False
+    norm: float | None = None
+    divisor: float = 1.0
+    time: float = 0.0
+
+    @property
+    def clips(self) -> float | None:
+        """The limit of the gradient's norm, if it has one."""
+        return None if self.assigns else self.settings.max_grad_norm

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from elastic_ps.core.settings import Application
 from elastic_ps.embedding.columns import NEVER
-from elastic_ps.embedding.served import Applied, Mean, ShardTables, read_body, read_gradients
+from elastic_ps.embedding.served import Mean, ShardTables, read_body, read_gradients
 from elastic_ps.embedding.snapshot import TablesAt
 from elastic_ps.embedding.stored import columns_to_part, part_of, spec_to_text
 from elastic_ps.embedding.wire import columns_from_bytes, columns_to_bytes, gradient_to_bytes
@@ -39,7 +40,7 @@ class StandbyRows:
         self._since = NEVER  # as they were at this version
 
     def messages(
-        self, tables: ShardTables, version: int, order: Applied, slow: Callable[[], bool]
+        self, tables: ShardTables, version: int, order: Application, slow: Callable[[], bool]
     ) -> Iterator[tuple[pb.RowsRequest, bytes]]:
         """What the standby needs before the order for `version`, with the bodies.
 
@@ -120,7 +121,7 @@ class FollowingTables(ShardTables):
             with self._lock:
                 self.whole, self._version = True, request.version
 
-    def require(self, version: int, order: Applied) -> None:
+    def require(self, version: int, order: Application) -> None:
         """Raise Refused (INVALID) unless the mean gradients of this round are here, if they are needed."""
         with self._lock:
             needed = self.whole and self._tables and version > self._version
@@ -128,7 +129,7 @@ class FollowingTables(ShardTables):
                 text = f"the standby of shard {self._shard} has no rows of version {version}"
                 raise Refused(RefusalCode.INVALID, text)
 
-    def apply(self, version: int, order: Applied) -> None:
+    def apply(self, version: int, order: Application) -> None:
         """Make a version, unless its rows have arrived, or will."""
         with self._lock:
             if self.whole and version > self._version:

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import torch
 from elastic_ps.api.tables import TableStatus
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import as_bytes
+from elastic_ps.core.settings import Application
 from elastic_ps.core.weights import is_weight
 from elastic_ps.embedding.columns import NEVER
 from elastic_ps.embedding.init import Ids
@@ -44,41 +45,6 @@ _NONE = (-1, -1)
 
 Contributor = tuple[int, int, int]
 """A worker, its incarnation, and the number of its step."""
-
-
-class Rates(Protocol):
-    """The hyperparameters of a version; see `core.settings.Settings`."""
-
-    @property
-    def groups(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def first(self) -> Sequence[Mapping[str, Any]]: ...
-
-
-class Applied(Protocol):
-    """Which steps make a version, and how; see `orders.Application`."""
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def contributors(self) -> Collection[Contributor]: ...
-
-    @property
-    def weight(self) -> float: ...
-
-    @property
-    def settings(self) -> Rates: ...
-
-    @property
-    def assigns(self) -> bool: ...
-
-    @property
-    def divisor(self) -> float: ...
-
-    @property
-    def time(self) -> float: ...
 
 
 class Mean(NamedTuple):
@@ -206,7 +172,7 @@ class ShardTables:
         for there in [each for each in self._steps if each[0] == worker and each[1:] <= newest]:
             del self._steps[there]
 
-    def require(self, version: int, order: Applied) -> None:
+    def require(self, version: int, order: Application) -> None:
         """Raise Refused (INVALID) unless the rows of all its steps are here, if workers train tables."""
         with self._lock:
             if not self._pushed:
@@ -220,12 +186,12 @@ class ShardTables:
                 f"{len(order.contributors)} steps, with {found:g} of their weight of {order.weight:g}",
             )
 
-    def means(self, order: Applied) -> dict[str, Mean]:
+    def means(self, order: Application) -> dict[str, Mean]:
         """The weighted mean of the gradients of a version's steps, of each table that has some."""
         with self._lock:
             return self._means_of(order)
 
-    def _means_of(self, order: Applied) -> dict[str, Mean]:
+    def _means_of(self, order: Application) -> dict[str, Mean]:
         steps, means = self._of(order), {}
         for name, table in self._tables.items():
             found = [(each, step.weight) for step in steps if (each := step.gradients.get(name))]
@@ -234,7 +200,7 @@ class ShardTables:
                 means[name] = Mean(table.spec, mean_of(found, None if one else order.weight, table.spec))
         return means
 
-    def apply(self, version: int, order: Applied) -> None:
+    def apply(self, version: int, order: Application) -> None:
         """Make a version of the rows of its steps."""
         with self._lock:
             if not (self._pushed or self._tables):
@@ -243,7 +209,7 @@ class ShardTables:
             for worker, incarnation, number in () if order.assigns else order.contributors:
                 self._forget(worker, (incarnation, number))
 
-    def _make(self, version: int, means: Mapping[str, Mean], order: Applied) -> None:
+    def _make(self, version: int, means: Mapping[str, Mean], order: Application) -> None:
         """Make a version of the mean gradients of tables."""
         settings = order.settings
         for snapshot in list(self._snapshots):
@@ -254,7 +220,7 @@ class ShardTables:
             rate = table.spec.optimizer.rate_of(settings.groups, settings.first, order.divisor)
             table.update(ids, values, counts, version, stepped=there, rate=rate, now=order.time)
 
-    def _of(self, order: Applied) -> list[Step]:
+    def _of(self, order: Application) -> list[Step]:
         contributors = () if order.assigns else sorted(order.contributors)
         return [step for each in contributors if (step := self._steps.get(each)) is not None]
 

@@ -29,7 +29,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
 from elastic_ps.core.overlap import smallest_bucket
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
-from elastic_ps.core.settings import MAX_NORM, Settings
+from elastic_ps.core.settings import MAX_NORM, Application, Settings
 from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
 from elastic_ps.core.stages import Course, CourseEvent, OrderEvent, StageEvent, StandbyState
 from elastic_ps.errors import (
@@ -46,15 +46,7 @@ from elastic_ps.process.retrying import RETRY, Patience, Pauses
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.orders import (
-    Advance,
-    Application,
-    Configuration,
-    Model,
-    RemoteShard,
-    Report,
-    ShardControl,
-)
+from elastic_ps.server.orders import Advance, Configuration, Model, RemoteShard, Report, ShardControl
 from elastic_ps.server.record import JobRecord, foreseen, mutable_of, of_same_run, to_checkpoint
 from elastic_ps.server.standby import Rescue
 from elastic_ps.server.state import JobState

@@ -9,7 +9,7 @@ import itertools
 import json
 import threading
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -21,7 +21,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded
 from elastic_ps.process.retrying import retry
@@ -30,33 +30,6 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame
 from elastic_ps.transport.calls import Call, Q
 from elastic_ps.transport.convert import from_message, layout_to_message, to_message
-
-
-@dataclass(frozen=True)
-class Application:
-    """The contributions that become the next version, and the settings of its step.
-
-    `assigns`: the sums are the version's values, and the optimizer makes no step.
-    `elsewhere`: the workers make the step, and the shard, which is the only one, counts it.
-    `divisor`: what the staleness of the steps divides learning rates by, as it did those in `settings`.
-    `time`: when the version was decided, in seconds of shard 0's monotonic clock.
-    `norm`: the norm of the mean gradient on all shards, if it is clipped; None if there is one shard.
-    """
-
-    attempt: int
-    contributors: Collection[tuple[int, int, int]]
-    weight: float
-    settings: Settings
-    assigns: bool = False
-    elsewhere: bool = False
-    norm: float | None = None
-    divisor: float = 1.0
-    time: float = 0.0
-
-    @property
-    def clips(self) -> float | None:
-        """The limit of the gradient's norm, if it has one."""
-        return None if self.assigns else self.settings.max_grad_norm
 
 
 @dataclass(frozen=True)

@@ -36,14 +36,14 @@ from elastic_ps.codec.state import Beside, Catching, Part, Snapshot, Source, Sto
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
-from elastic_ps.core.settings import clip_divisor
+from elastic_ps.core.settings import Application, clip_divisor
 from elastic_ps.core.weights import is_weight
 from elastic_ps.embedding.followed import FollowingTables
 from elastic_ps.embedding.served import ShardTables
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Application, Configuration
+from elastic_ps.server.orders import Configuration
 from elastic_ps.server.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
 from elastic_ps.server.values import BucketValues, TableValues, bytes_of, state_bytes
 from elastic_ps.transport.base import Incoming

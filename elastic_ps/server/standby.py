@@ -31,13 +31,14 @@ from functools import partial
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
+from elastic_ps.core.settings import Application
 from elastic_ps.core.stages import STANDBY_STATES, StandbyEvent, StandbyState
 from elastic_ps.embedding.followed import StandbyRows
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, ShardControl
+from elastic_ps.server.orders import Advance, Configuration, RemoteShard, ShardControl
 from elastic_ps.server.shard import Shard
 
 logger = logging.getLogger(__name__)

@@ -20,11 +20,11 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.contract.identity import Identity
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Application, Configuration
+from elastic_ps.server.orders import Configuration
 from elastic_ps.server.shard import Shard
 
 TERM = 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.embedding import LazyAdam, Table, TableSpec, uniform
 from elastic_ps.embedding.followed import FollowingTables, StandbyRows
 from elastic_ps.embedding.module import Gradient
@@ -17,7 +17,6 @@ from elastic_ps.embedding.served import ShardTables, Step
 from elastic_ps.embedding.stored import parts_in
 from elastic_ps.embedding.table import State
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.orders import Application
 from elastic_ps.server.standby import LEADER
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.shard import Body

@@ -15,7 +15,7 @@ import torch
 
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec.state import Stored
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.embedding import SGD, Adagrad, Table, TableSpec, normal, uniform
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.placing import shard_of
@@ -23,7 +23,6 @@ from elastic_ps.embedding.served import Contributor, ShardTables, Step, read_bod
 from elastic_ps.embedding.stored import part_of, parts_in, spec_from_text, spec_to_text
 from elastic_ps.embedding.table import WhenFull
 from elastic_ps.errors import CheckpointCorrupt, ConnectionLost, InvalidModel, Malformed, RefusalCode, Refused
-from elastic_ps.server.orders import Application
 from elastic_ps.transport.base import Incoming
 
 DIM = 2

@@ -25,13 +25,13 @@ from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, RemoteShard, Written
+from elastic_ps.server.orders import Advance, Configuration, OrderId, RemoteShard, Written
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower

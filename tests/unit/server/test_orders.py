@@ -8,18 +8,10 @@ import pytest
 
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import ShardFile
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import Malformed
-from elastic_ps.server.orders import (
-    Advance,
-    Application,
-    Configuration,
-    OrderId,
-    OrderLog,
-    Report,
-    Written,
-)
+from elastic_ps.server.orders import Advance, Configuration, OrderId, OrderLog, Report, Written
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import from_message, settings_from_message, to_message
 from tests.testing.shard import one_bucket, tensor

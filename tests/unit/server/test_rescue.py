@@ -17,13 +17,13 @@ from elastic_ps.api.checkpoints import Times
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import Rule, TensorSpec, partition
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.retrying import Patience
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report, ShardControl
+from elastic_ps.server.orders import Advance, Configuration, RemoteShard, Report, ShardControl
 from elastic_ps.server.process import service_of
 from elastic_ps.server.standby import Rescue, for_standby, sum_key
 from elastic_ps.transport.inproc import InprocServer, connect

@@ -10,8 +10,8 @@ import torch
 
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
+from elastic_ps.core.settings import Application
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.server.orders import Application
 from elastic_ps.transport import buffers
 from tests.testing.shard import HASTY, LR, Body, Rig, one_bucket, ones, refusal, tensor
 

@@ -14,13 +14,12 @@ import torch
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.embedding import SGD, Table, TableSpec, constant
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.served import Step
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.limits import USUAL
-from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
 from elastic_ps.server.values import BucketValues
 from tests.testing import machine

@@ -16,13 +16,13 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, RemoteShard
+from elastic_ps.server.orders import Advance, Configuration, OrderId, RemoteShard
 from elastic_ps.server.process import service_of
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower, for_standby

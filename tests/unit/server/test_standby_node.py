@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration
+from elastic_ps.server.orders import Advance, Configuration
 from elastic_ps.server.standby import sum_key
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 

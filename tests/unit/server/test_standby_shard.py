@@ -13,10 +13,10 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import dtype_of
 from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.core.partition import Rule
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.orders import Advance, Application, Configuration
+from elastic_ps.server.orders import Advance, Configuration
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import for_standby, sum_key
 from tests.testing.shard import TERM, Body, Rig, one_bucket, tensor
