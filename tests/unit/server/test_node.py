@@ -6,7 +6,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,17 +43,7 @@ from tests.testing.shard import Body, tensor
 class InstantStore(Store):
     """A disk that takes no time."""
 
-    def write_shard(
-        self,
-        term: int,
-        version: int,
-        shard: int,
-        shards: int,
-        tensors: Iterator[Stored],
-        *,
-        number: int = 0,
-        described: Sequence[Stored] | None = None,
-    ) -> ShardFile:
+    def write_shard(self, *_: Any, **__: Any) -> ShardFile:
         return ShardFile("file", "digest", 0)
 
 
@@ -339,21 +329,11 @@ class SlowStore(InstantStore):
         self.began, self.go_on = threading.Event(), threading.Event()
         self.numbers: list[int] = []
 
-    def write_shard(
-        self,
-        term: int,
-        version: int,
-        shard: int,
-        shards: int,
-        tensors: Iterator[Stored],
-        *,
-        number: int = 0,
-        described: Sequence[Stored] | None = None,
-    ) -> ShardFile:
+    def write_shard(self, *place: Any, number: int = 0, **_: Any) -> ShardFile:
         self.began.set()
         assert self.go_on.wait(10)
         self.numbers.append(number)
-        return super().write_shard(term, version, shard, shards, tensors, number=number)
+        return super().write_shard(*place, number=number)
 
 
 def test_an_order_that_arrives_after_it_was_repeated_changes_nothing(node: Node) -> None:
@@ -557,25 +537,17 @@ class StepwiseStore(Store):
         self.began, self.go_on = threading.Event(), threading.Event()
         self._at_once = at_once
 
-    def write_shard(
-        self,
-        term: int,
-        version: int,
-        shard: int,
-        shards: int,
-        tensors: Iterator[Stored],
-        *,
-        number: int = 0,
-        described: Sequence[Stored] | None = None,
-    ) -> ShardFile:
+    def write_shard(self, *place: Any, **named: Any) -> ShardFile:
+        *where, tensors = place
+
         def slowly() -> Iterator[Stored]:
             yield from itertools.islice(tensors, self._at_once)
             self.began.set()
             self.go_on.wait()
             yield from tensors
 
-        place = term, version, shard, shards, slowly()
-        return super().write_shard(*place, number=number, described=described)
+        where.append(slowly())
+        return super().write_shard(*where, **named)
 
 
 MIXED = [
