@@ -100,8 +100,12 @@ class BucketValues:
         """Take the first values from a worker, or the values of a version that the workers have made."""
         self.values.copy_(values)
         self.master.copy_(values)
-        if version is not None:
-            self.version = self.changed = version
+        self._replaced(self.version if version is None else version)
+
+    def _replaced(self, version: int) -> None:
+        """All values are new, and of this version."""
+        self.version = self.changed = version
+        self.draft, self.delta = 0, None
 
     def build_optimizer(self, kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]) -> None:
         """Create the optimizer, or several; see `Stepper`. `tensors`: all tensors of the model."""
@@ -236,8 +240,7 @@ class BucketValues:
         """Make `version` of one worker's values, which are the sum. The optimizer's state stays."""
         self.master.copy_(self.sum)
         self.values.copy_(self.sum)
-        self.draft, self.delta = 0, None
-        self.version = self.changed = version
+        self._replaced(version)
 
     def mirror(self, other: BucketValues) -> None:
         """Copy the values, the optimizer's state and the sum of `other`, which is of the same bucket."""
@@ -350,8 +353,7 @@ class BucketValues:
                 self._piece(self.master, index).copy_(master)
             if self._stepper is not None and state:
                 self.take_state(index, state)
-        self.version = self.changed = version
-        self.draft, self.delta = 0, None
+        self._replaced(version)
 
 
 class TableValues(BucketValues):
@@ -429,23 +431,9 @@ class TableValues(BucketValues):
         """See `BucketValues`."""
         return float(torch.linalg.vector_norm(self._mean.mean().values, dtype=torch.float64))
 
-    def initialise(self, values: torch.Tensor, *, version: int | None = None) -> None:
-        """See `BucketValues`."""
-        super().initialise(values, version=version)
-        self._all_changed()
-
-    def assign(self, version: int) -> None:
-        """See `BucketValues`."""
-        super().assign(version)
-        self._all_changed()
-
-    def load(self, stored: Source, version: int) -> None:
-        """See `BucketValues`."""
-        super().load(stored, version)
-        self._all_changed()
-
-    def _all_changed(self) -> None:
-        self._history.begin(self.version)
+    def _replaced(self, version: int) -> None:
+        super()._replaced(version)
+        self._history.begin(version)
         self._made.clear()
 
     def _step(self, groups: Groups, divisor: float) -> None:
