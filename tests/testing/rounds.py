@@ -8,7 +8,8 @@ from typing import Generic, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.core.bounded import BoundedRounds
+from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
 
 R = TypeVar("R", bound=SyncRounds)
 
@@ -16,6 +17,20 @@ R = TypeVar("R", bound=SyncRounds)
 def step(worker: int, number: int = 0) -> Contribution:
     """A worker's step; its incarnation is the worker's index."""
     return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
+
+
+def push(rounds: BoundedRounds, *workers: int) -> None:
+    """These workers' steps go into the open round, each on the version that it was handed."""
+    for worker in workers:
+        assert rounds.begin(worker, version=rounds.bases[worker]) is Entry.IN
+        assert rounds.finish(step(worker), version=rounds.version, attempt=rounds.attempt)
+
+
+def commit(rounds: SyncRounds) -> list[int]:
+    """Commit the open round; the workers whose steps are in it."""
+    made_of = [c.worker for c in rounds.begin_commit()]
+    rounds.end_commit()
+    return made_of
 
 
 class RoundsMachine(RuleBasedStateMachine, Generic[R]):

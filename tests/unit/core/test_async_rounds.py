@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.consistency import Entry
 from elastic_ps.errors import RefusalCode, Refused
-from tests.testing.rounds import RoundsMachine, step
+from tests.testing.rounds import RoundsMachine, commit, push, step
 
 
 def opened(*workers: int, consistent: bool = True) -> AsyncRounds:
@@ -23,18 +23,6 @@ def opened(*workers: int, consistent: bool = True) -> AsyncRounds:
         rounds.hand_out(worker)
         rounds.computes_on(worker, 5)
     return rounds
-
-
-def push(rounds: AsyncRounds, worker: int) -> None:
-    """The worker's step goes into the open round, on the version that it was handed."""
-    assert rounds.begin(worker, version=rounds.bases[worker]) is Entry.IN
-    assert rounds.finish(step(worker), version=rounds.version, attempt=rounds.attempt)
-
-
-def commit(rounds: AsyncRounds) -> list[int]:
-    made_of = [c.worker for c in rounds.begin_commit()]
-    rounds.end_commit()
-    return made_of
 
 
 def test_each_step_makes_a_version_however_old_its_base_is() -> None:

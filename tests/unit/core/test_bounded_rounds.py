@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import Entry, SyncRounds
 from elastic_ps.errors import RefusalCode, Refused
-from tests.testing.rounds import RoundsMachine, step
+from tests.testing.rounds import RoundsMachine, commit, push, step
 
 
 def opened(*workers: int, most: int = 2) -> BoundedRounds:
@@ -19,19 +19,6 @@ def opened(*workers: int, most: int = 2) -> BoundedRounds:
     for worker in workers:
         rounds.admit(worker)
     return rounds
-
-
-def push(rounds: BoundedRounds, *workers: int) -> None:
-    """These workers' steps go into the open round, each on the version that it was handed."""
-    for worker in workers:
-        assert rounds.begin(worker, version=rounds.bases[worker]) is Entry.IN
-        assert rounds.finish(step(worker), version=rounds.version, attempt=rounds.attempt)
-
-
-def commit(rounds: BoundedRounds) -> list[int]:
-    made_of = [c.worker for c in rounds.begin_commit()]
-    rounds.end_commit()
-    return made_of
 
 
 def test_a_version_is_made_as_soon_as_somebody_has_a_step() -> None:

@@ -13,7 +13,7 @@ from elastic_ps.core.consistency import Entry
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.quorum import QuorumRounds
 from elastic_ps.server.state import JobState
-from tests.testing.rounds import RoundsMachine, step
+from tests.testing.rounds import RoundsMachine, commit, push
 from tests.testing.state import finish, join, training
 
 
@@ -23,18 +23,6 @@ def opened(*workers: int, quorum: int = 2) -> QuorumRounds:
     for worker in workers:
         rounds.admit(worker)
     return rounds
-
-
-def push(rounds: QuorumRounds, *workers: int) -> None:
-    for worker in workers:
-        assert rounds.begin(worker, version=rounds.bases[worker]) is Entry.IN
-        assert rounds.finish(step(worker), version=rounds.version, attempt=rounds.attempt)
-
-
-def commit(rounds: QuorumRounds) -> list[int]:
-    made_of = [c.worker for c in rounds.begin_commit()]
-    rounds.end_commit()
-    return made_of
 
 
 def test_it_waits_for_its_quorum_however_long_that_takes() -> None:
