@@ -223,13 +223,6 @@ class Client:
         """
         self._asked_to_leave = self._asked_to_leave or time.monotonic()
 
-    def is_lost(self, since: float) -> bool:
-        """Whether to give up on a parameter server that has not answered since then (monotonic, s)."""
-        now = time.monotonic()
-        asked = self._asked_to_leave
-        leaving = asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds()
-        return leaving or self._is_late(since, now)
-
     def _is_late(self, since: float, now: float) -> bool:
         return now > since + self._patience.total_seconds()
 
@@ -451,9 +444,10 @@ class Client:
 
         The log says now and then that a call is repeated.
         """
-        now = time.monotonic()
+        now, asked = time.monotonic(), self._asked_to_leave
         silent = f"the parameter server has not answered for {now - since:.0f} s"
-        if self.is_lost(since):
+        leaving = asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds()
+        if leaving or self._is_late(since, now):
             return ConnectionLost(f"{silent}: {problem}")
         if now - max(since, self._noticed) >= self.limits.notice.total_seconds():
             self._noticed = now

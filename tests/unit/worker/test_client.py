@@ -91,10 +91,10 @@ def test_one_that_leaves_waits_for_a_server_that_is_not_ready_and_not_for_one_th
 
 
 def test_the_time_that_one_that_leaves_waits_begins_when_it_was_asked() -> None:
-    client = Client("job", 0, [])
-    assert not client.is_lost(time.monotonic() - 60)
+    client, gone = Client("job", 0, []), ConnectionLost("gone")
+    assert client.lost(time.monotonic() - 60, gone) is None
     client.expect_to_leave()
-    assert not client.is_lost(time.monotonic() - 60)
+    assert client.lost(time.monotonic() - 60, gone) is None
 
 
 @pytest.mark.parametrize("call", [calls.LOOKUP, calls.PUSH, calls.INIT, calls.OPTIMIZER_STATE])
