@@ -418,11 +418,6 @@ class SyncRounds:
         """Whether nobody takes part, and no finished step waits for its version."""
         return not (self.expected or self.waiting)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the round can be committed."""
-        return self.can_commit()
-
     def can_commit(self, *, last: bool = False) -> bool:
         """Whether the round can be committed.
 

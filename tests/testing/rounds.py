@@ -108,12 +108,12 @@ class RoundsMachine(RuleBasedStateMachine, Generic[R]):
         in_the_sums = worker in self.sending()
         attempt = self.rounds.attempt
         self.rounds.lose(worker)
-        assert self.rounds.ready or not self.decided
+        assert self.rounds.can_commit() or not self.decided
         assert (self.rounds.attempt > attempt) == in_the_sums
         self.vanished(worker)
         self.open()
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule(failures=st.integers(0, 2))
     def decide(self, failures: int) -> None:
         """A commit that fails on the way has been made by some shards: it can only be made again."""

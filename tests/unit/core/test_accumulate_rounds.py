@@ -37,7 +37,7 @@ def test_with_as_many_gradients_as_workers_each_adds_one() -> None:
     for worker in (2, 0):
         push(rounds, worker)
         assert not rounds.goes_on(worker, 0), "worker 1 computes the third one"
-        assert not rounds.ready
+        assert not rounds.can_commit()
     push(rounds, 1)
     assert commit(rounds) == [(0, 0), (1, 0), (2, 0)]
     assert rounds.expected == {0, 1, 2}
@@ -60,7 +60,7 @@ def test_with_more_gradients_than_workers_the_fast_ones_add_several() -> None:
         assert rounds.goes_on(0, number)
     push(rounds, 0, 2)
     assert not rounds.goes_on(0, 2), "worker 1 computes the fourth one"
-    assert not rounds.ready
+    assert not rounds.can_commit()
     push(rounds, 1)
     assert commit(rounds) == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
@@ -173,7 +173,7 @@ def test_the_last_version_has_what_there_is() -> None:
     rounds.withdraw(0)  # there are no records for it
     assert not rounds.can_commit(last=True), "worker 1 computes"
     push(rounds, 1)
-    assert not rounds.ready
+    assert not rounds.can_commit()
     assert not rounds.resting
     assert commit(rounds, last=True) == [(0, 0), (1, 0)]
 
@@ -183,7 +183,7 @@ def test_it_is_sync_with_as_many_gradients_as_workers_while_nobody_is_lost(order
     sync, accumulate = SyncRounds(expected=set(range(4))), AccumulateRounds(expected=set(range(4)), wanted=4)
     for number, order in enumerate(orders):
         for worker in order:
-            assert (sync.ready, accumulate.ready) == (False, False)
+            assert (sync.can_commit(), accumulate.can_commit()) == (False, False)
             assert accumulate.begin(worker, version=number) is Entry.IN
             for rounds in (sync, accumulate):
                 assert rounds.finish(step(worker, number), version=number, attempt=0)
@@ -268,7 +268,7 @@ class AccumulateRoundsMachine(RoundsMachine[AccumulateRounds]):
             assert void == []
         self.open()
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule()
     def commit(self) -> None:
         contributions = self.rounds.begin_commit()
@@ -293,11 +293,11 @@ class AccumulateRoundsMachine(RoundsMachine[AccumulateRounds]):
     def somebody_can_always_go_on(self) -> None:
         """Nobody waits for a version that nobody computes for."""
         fresh = {w for w in self.computing() if self.on[w] == self.rounds.version}
-        if self.waiting.keys() - self.pushing and not (self.pushing or fresh or self.rounds.ready):
+        if self.waiting.keys() - self.pushing and not (self.pushing or fresh or self.rounds.can_commit()):
             rounds = self.rounds.copy()
             assert any(rounds.goes_on(worker, number) for worker, number in self.waiting.items())
         if None in self.on.values():
-            assert self.rounds.ready or any(v is not None for v in self.on.values()), "newcomers wait alone"
+            assert self.rounds.can_commit() or {*self.on.values()} != {None}, "newcomers wait alone"
 
 
 AccumulateRoundsMachine.TestCase.settings = settings(stateful_step_count=50)

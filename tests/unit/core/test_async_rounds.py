@@ -52,11 +52,11 @@ def test_no_version_is_made_while_somebody_reads_the_one_before() -> None:
     push(rounds, 0)
     commit(rounds)  # worker 0 reads version 6 from now on
     push(rounds, 1)
-    assert (rounds.ready, rounds.awaited) == (False, {0})
+    assert (rounds.can_commit(), rounds.awaited) == (False, {0})
     assert not rounds.computes_on(0, 5), "a late message of an earlier version"
-    assert not rounds.ready
+    assert not rounds.can_commit()
     assert rounds.computes_on(0, 6)
-    assert rounds.ready
+    assert rounds.can_commit()
     assert rounds.staleness == {1: 1}
 
 
@@ -67,16 +67,16 @@ def test_who_asks_to_push_has_read_its_version() -> None:
     commit(rounds)
     push(rounds, 1)
     assert rounds.begin(0, version=6) is Entry.LATER
-    assert rounds.ready
+    assert rounds.can_commit()
 
 
 def test_a_newcomer_reads_the_version_that_it_is_told() -> None:
     rounds = opened(0)
     rounds.admit(1)
     push(rounds, 0)
-    assert rounds.ready, "it has not been told a version"
+    assert rounds.can_commit(), "it has not been told a version"
     rounds.hand_out(1)
-    assert not rounds.ready
+    assert not rounds.can_commit()
     rounds.computes_on(1, 5)
     assert commit(rounds) == [0]
 
@@ -87,7 +87,7 @@ def test_with_inconsistent_reads_nobody_waits_for_who_reads() -> None:
     commit(rounds)
     rounds.hand_out(1)
     push(rounds, 1)
-    assert rounds.ready
+    assert rounds.can_commit()
 
 
 @pytest.mark.parametrize("leave", [AsyncRounds.lose, AsyncRounds.withdraw])
@@ -97,7 +97,7 @@ def test_who_vanishes_while_it_reads_is_not_waited_for(leave: Callable[[AsyncRou
     commit(rounds)
     push(rounds, 1)
     leave(rounds, 0)
-    assert (rounds.ready, rounds.attempt) == (True, 0)
+    assert (rounds.can_commit(), rounds.attempt) == (True, 0)
 
 
 def test_what_a_dead_worker_has_pushed_is_void_and_the_next_one_may_push() -> None:
@@ -177,7 +177,7 @@ class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
         super().vanished(worker)
         self.reading.discard(worker)
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule()
     def commit(self) -> None:
         version = self.rounds.version
@@ -200,7 +200,7 @@ class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
         rounds = self.rounds
         if rounds.done:
             waits = bool(self.reading) and rounds.consistent and not rounds.decided
-            assert rounds.ready == (not waits)
+            assert rounds.can_commit() == (not waits)
             assert rounds.awaited == (self.reading if rounds.consistent else set())
 
 

@@ -34,7 +34,7 @@ def test_the_last_to_begin_is_turned_away() -> None:
     assert let_in(rounds, 0, version=5), "asked twice"
     assert not let_in(rounds, 1, version=5)
     finish(rounds, 0)
-    assert not rounds.ready, "worker 2 has begun, so its values are in the sums"
+    assert not rounds.can_commit(), "worker 2 has begun, so its values are in the sums"
     finish(rounds, 2)
     assert [c.worker for c in rounds.begin_commit()] == [0, 2]
     rounds.end_commit()
@@ -139,7 +139,7 @@ def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
         rounds.admit(worker)
         assert let_in(rounds, worker, version=5)
     finish(rounds, 0, 1)
-    assert rounds.ready
+    assert rounds.can_commit()
 
 
 def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
@@ -168,7 +168,7 @@ def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
     rounds.lose(1)
     assert (rounds.attempt, rounds.done) == (1, {})
     finish(rounds, 0)
-    assert rounds.ready, "of two workers one is enough"
+    assert rounds.can_commit(), "of two workers one is enough"
 
 
 def test_a_round_that_starts_again_does_not_wait_for_who_came_in_the_place_of_one_that_had_finished() -> None:
@@ -183,14 +183,14 @@ def test_a_round_that_starts_again_does_not_wait_for_who_came_in_the_place_of_on
     assert not rounds.begun
     assert let_in(rounds, 2, version=5)
     finish(rounds, 2)
-    assert rounds.ready, "of two workers one is enough"
+    assert rounds.can_commit(), "of two workers one is enough"
 
 
 def test_a_single_worker_is_enough_and_needed() -> None:
     rounds = opened(0, spare=3)
     assert let_in(rounds, 0, version=5)
     finish(rounds, 0)
-    assert rounds.ready
+    assert rounds.can_commit()
 
 
 def test_a_step_that_nobody_has_let_in_is_refused() -> None:
@@ -229,7 +229,7 @@ class BackupRoundsMachine(RoundsMachine[BackupRounds]):
             assert not self.rounds.knows(worker)
         self.open()
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule()
     def commit(self) -> None:
         version = self.rounds.version
@@ -252,7 +252,7 @@ class BackupRoundsMachine(RoundsMachine[BackupRounds]):
         assert rounds.begun - rounds.gone <= self.on.keys()
         assert self.pushing == rounds.begun - rounds.gone
         waiting = [w for w, version in self.on.items() if version is None and rounds.knows(w)]
-        can_go_on = self.computing() or self.sending() or rounds.ready
+        can_go_on = self.computing() or self.sending() or rounds.can_commit()
         assert can_go_on or not waiting
 
     @precondition(lambda self: len(self.on) > 1)
@@ -276,7 +276,7 @@ class BackupRoundsMachine(RoundsMachine[BackupRounds]):
                     on[worker] = None
             for worker in pushing - rounds.done.keys():
                 rounds.finish(step(worker, self.steps + 1), version=rounds.version, attempt=rounds.attempt)
-        assert rounds.ready
+        assert rounds.can_commit()
 
 
 BackupRoundsMachine.TestCase.settings = settings(stateful_step_count=50)

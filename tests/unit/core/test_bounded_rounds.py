@@ -40,7 +40,7 @@ def test_the_bound_counts_from_the_version_that_a_worker_has_pulled() -> None:
     push(rounds, 0)
     assert rounds.awaited == {1}
     assert rounds.computes_on(1, 7), "it was handed 5, and found 7 when it pulled"
-    assert (rounds.awaited, rounds.ready) == (set(), True)
+    assert (rounds.awaited, rounds.can_commit()) == (set(), True)
     assert not rounds.computes_on(1, 6), "said before, and arrived late"
     assert not rounds.computes_on(9, 7), "not a worker of these rounds"
     commit(rounds)
@@ -55,9 +55,9 @@ def test_at_the_bound_the_others_wait_for_the_slowest_and_share_its_round() -> N
         push(rounds, 0)
         commit(rounds)
     push(rounds, 0)
-    assert (rounds.ready, rounds.awaited) == (False, {1, 2})
+    assert (rounds.can_commit(), rounds.awaited) == (False, {1, 2})
     push(rounds, 1)
-    assert (rounds.ready, rounds.awaited) == (False, {2})
+    assert (rounds.can_commit(), rounds.awaited) == (False, {2})
     push(rounds, 2)
     assert rounds.staleness == {0: 0, 1: 2, 2: 2}
     assert commit(rounds) == [0, 1, 2]
@@ -70,7 +70,7 @@ def test_those_who_send_at_the_same_time_share_a_round_but_nobody_joins_them_whe
     assert rounds.finish(step(0), version=5, attempt=0)
     assert rounds.begin(2, version=5) is Entry.LATER
     assert rounds.begin(1, version=5) is Entry.IN, "asked twice"
-    assert not rounds.ready
+    assert not rounds.can_commit()
     assert rounds.finish(step(1), version=5, attempt=0)
     assert commit(rounds) == [0, 1]
     assert rounds.begin(2, version=5) is Entry.IN
@@ -120,7 +120,7 @@ def test_who_was_handed_a_newer_version_than_was_known_counts_from_that() -> Non
     assert rounds.begin(1, version=6) is Entry.IN
     assert rounds.finish(step(1), version=6, attempt=0)
     assert rounds.staleness == {1: 0}
-    assert rounds.ready
+    assert rounds.can_commit()
     commit(rounds)
     assert rounds.begin(0, version=9) is Entry.LATER, "a shard may have applied what is not booked yet"
 
@@ -145,7 +145,7 @@ def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
     rounds = opened(0, 1, 2)
     push(rounds, 0)
     rounds.lose(2)
-    assert (rounds.attempt, rounds.ready) == (0, True)
+    assert (rounds.attempt, rounds.can_commit()) == (0, True)
     rounds = opened(0, 1, 2)
     for worker in (0, 1):
         assert rounds.begin(worker, version=5) is Entry.IN
@@ -160,9 +160,9 @@ def test_who_vanishes_or_withdraws_at_the_bound_is_not_waited_for() -> None:
     for leave in (BoundedRounds.lose, BoundedRounds.withdraw):
         rounds = opened(0, 1, most=1)
         for _ in range(2):
-            assert not rounds.ready
+            assert not rounds.can_commit()
             push(rounds, 0)
-            if rounds.ready:
+            if rounds.can_commit():
                 commit(rounds)
         leave(rounds, 1)
         assert commit(rounds) == [0]
@@ -246,9 +246,9 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
             self.pushing.add(worker)
         else:
             assert worker in self.rounds.held_up
-            assert self.rounds.ready or self.rounds.awaited, "it waits for somebody, or for a commit"
+            assert self.rounds.can_commit() or self.rounds.awaited, "it waits for somebody, or for a commit"
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule()
     def commit(self) -> None:
         version = self.rounds.version
@@ -273,7 +273,7 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
         rounds = self.rounds
         assert rounds.held_up <= self.on.keys()
         if rounds.waiting:
-            assert rounds.ready or rounds.awaited
+            assert rounds.can_commit() or rounds.awaited
 
     @invariant()
     def nobody_falls_back_further_than_the_bound(self) -> None:
@@ -289,7 +289,7 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
                 "a round is closed to the slowest"
             )
             rounds.finish(step(worker, self.steps + 1), version=rounds.version, attempt=rounds.attempt)
-        assert rounds.ready or not rounds.done
+        assert rounds.can_commit() or not rounds.done
 
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
@@ -299,7 +299,7 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
         rounds = self.rounds.copy()
         for worker in self.sending():
             rounds.finish(step(worker, self.steps + 1), version=rounds.version, attempt=rounds.attempt)
-        if rounds.ready:
+        if rounds.can_commit():
             commit(rounds)
         if fast not in rounds.bases:
             return
@@ -307,7 +307,7 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
             if rounds.bases.keys() == {fast} and rounds.version > self.rounds.version + 5:
                 return
             push(rounds, fast)
-            assert rounds.ready
+            assert rounds.can_commit()
             commit(rounds)
         slowest = min(rounds.bases.values())
         assert rounds.version - slowest == rounds.max_staleness

@@ -28,15 +28,15 @@ def opened(*workers: int, quorum: int = 2) -> QuorumRounds:
 def test_it_waits_for_its_quorum_however_long_that_takes() -> None:
     rounds = opened(0, 1, 2)
     push(rounds, 1)
-    assert (rounds.ready, rounds.awaited, rounds.lagging) == (False, {0, 2}, set())
+    assert (rounds.can_commit(), rounds.awaited, rounds.lagging) == (False, {0, 2}, set())
 
 
 def test_with_its_quorum_it_waits_for_the_others_until_it_is_hastened() -> None:
     rounds = opened(0, 1, 2)
     push(rounds, 1, 0)
-    assert (rounds.ready, rounds.lagging) == (False, {2})
+    assert (rounds.can_commit(), rounds.lagging) == (False, {2})
     rounds.hasten()
-    assert (rounds.ready, rounds.lagging) == (True, set())
+    assert (rounds.can_commit(), rounds.lagging) == (True, set())
     assert rounds.begin(2, version=5) is Entry.LATER
     assert commit(rounds) == [0, 1]
 
@@ -67,10 +67,10 @@ def test_it_waits_for_who_is_sending_after_the_grace_period_too() -> None:
     push(rounds, 0, 1)
     assert rounds.begin(2, version=5) is Entry.IN
     rounds.hasten()
-    assert (rounds.ready, rounds.awaited) == (False, {2})
+    assert (rounds.can_commit(), rounds.awaited) == (False, {2})
     rounds.lose(2)  # some of it may be in the sums
     push(rounds, 0)
-    assert (rounds.attempt, rounds.ready) == (1, False), "worker 1 pushes again"
+    assert (rounds.attempt, rounds.can_commit()) == (1, False), "worker 1 pushes again"
     push(rounds, 1)
     assert commit(rounds) == [0, 1]
 
@@ -148,16 +148,16 @@ class QuorumRoundsMachine(RoundsMachine[QuorumRounds]):
             self.pushing.add(worker)
         else:
             assert worker in self.rounds.held_up
-            assert self.rounds.ready or self.rounds.awaited, "it waits for somebody, or for a commit"
+            assert self.rounds.can_commit() or self.rounds.awaited, "it waits for somebody, or for a commit"
 
     @precondition(lambda self: self.rounds.lagging)
     @rule()
     def hasten(self) -> None:
         assert len(self.rounds.done) >= self.rounds.quorum
         self.rounds.hasten()
-        assert self.rounds.ready == (not self.sending())
+        assert self.rounds.can_commit() == (not self.sending())
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule()
     def commit(self) -> None:
         version = self.rounds.version
@@ -183,7 +183,7 @@ class QuorumRoundsMachine(RoundsMachine[QuorumRounds]):
     def whoever_takes_part_can_go_on(self) -> None:
         rounds = self.rounds
         if rounds.done:
-            assert rounds.ready or rounds.awaited
+            assert rounds.can_commit() or rounds.awaited
             assert rounds.lagging <= rounds.awaited
 
 

@@ -52,7 +52,7 @@ def test_a_step_that_was_weighed_and_one_that_was_not_are_in_no_version(*, weigh
     assert told.value.code is RefusalCode.INVALID
     rounds.lose(1)
     rounds.finish(step(0), version=1, attempt=1)
-    assert rounds.ready, "the steps of a later attempt are compared with each other"
+    assert rounds.can_commit(), "the steps of a later attempt are compared with each other"
 
 
 def test_the_first_worker_takes_part_at_once_the_next_from_the_next_round_on() -> None:
@@ -70,20 +70,20 @@ def test_a_round_is_ready_when_all_have_finished_and_lists_them_in_order() -> No
     rounds = opened(2, 0, 1)
     for worker in (2, 0):
         rounds.finish(step(worker), version=1, attempt=0)
-        assert not rounds.ready
+        assert not rounds.can_commit()
         with pytest.raises(ValueError, match="not ready"):
             rounds.begin_commit()
     rounds.finish(step(1), version=1, attempt=0)
     assert [c.worker for c in rounds.begin_commit()] == [0, 1, 2]
-    assert not rounds.ready, "it is decided once"
+    assert not rounds.can_commit(), "it is decided once"
 
 
 def test_no_round_is_committed_out_of_nothing() -> None:
     rounds = SyncRounds()
-    assert not rounds.ready
+    assert not rounds.can_commit()
     rounds.admit(0)
     rounds.withdraw(0)
-    assert not rounds.ready
+    assert not rounds.can_commit()
 
 
 def test_a_repeated_finish_is_known_and_outdated_ones_are_refused() -> None:
@@ -142,7 +142,7 @@ def test_nobody_waits_for_who_has_no_records() -> None:
     rounds = opened(0, 1)
     rounds.finish(step(0), version=1, attempt=0)
     rounds.withdraw(1)
-    assert rounds.ready
+    assert rounds.can_commit()
     rounds.begin_commit()
     rounds.end_commit()
     assert rounds.expected == {0}
@@ -240,7 +240,7 @@ def test_without_its_assigner_a_round_begins_again_with_those_that_wait(withdraw
         assert rounds.lose(5) == []
     assert (rounds.expected, rounds.assigner, rounds.attempt) == ({0}, None, 2)
     rounds.finish(step(0), version=1, attempt=2)
-    assert rounds.ready
+    assert rounds.can_commit()
 
 
 def test_values_that_are_assigned_survive_their_worker_until_the_round_restarts() -> None:
@@ -251,7 +251,7 @@ def test_values_that_are_assigned_survive_their_worker_until_the_round_restarts(
     assert (rounds.assigner, rounds.expected) == (0, {0}), "it pushes them again"
     rounds.finish(assigned(0), version=0, attempt=2)
     rounds.lose(0)
-    assert rounds.ready
+    assert rounds.can_commit()
     rounds.admit(0)
     assert rounds.restart() == [assigned(0)]
     assert (rounds.assigner, rounds.expected) == (None, {0}), "another process is worker 0 now"
@@ -341,7 +341,7 @@ class Rounds(RuleBasedStateMachine):
         assert not self.rounds.done
         assert not self.rounds.gone
 
-    @precondition(lambda self: self.rounds.ready)
+    @precondition(lambda self: self.rounds.can_commit())
     @rule()
     def commit(self) -> None:
         before = set(self.rounds.waiting)
@@ -366,7 +366,7 @@ class Rounds(RuleBasedStateMachine):
         assert self.wants == (rounds.expected - rounds.gone) | rounds.waiting
         assert rounds.expected or not rounds.waiting
         if rounds.expected and not self.computing():
-            assert rounds.ready
+            assert rounds.can_commit()
 
 
 Rounds.TestCase.settings = settings(stateful_step_count=40)
