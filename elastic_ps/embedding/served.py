@@ -117,11 +117,6 @@ class ShardTables:
                 for name, table in self._tables.items()
             )
 
-    def lookup(self, spec: TableSpec, ids: Ids) -> torch.Tensor:
-        """The values of some rows; see `Table.lookup`. Raises Refused (MODEL_MISMATCH)."""
-        with self._lock:
-            return self._table(spec).lookup(ids)
-
     def lookup_since(
         self, spec: TableSpec, ids: Ids, *, held: int, version: int
     ) -> tuple[int, Ids, torch.Tensor]:
