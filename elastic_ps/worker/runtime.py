@@ -116,11 +116,6 @@ class Runtime(Membership):
         text = self._strategy.info.settings if self._strategy else ""
         return read_settings(text).made if text else NOTHING
 
-    @property
-    def local_steps(self) -> int:
-        """How many steps this worker has made by itself since the last exchange, in mode `local`."""
-        return self.local.made if self.local else 0
-
     # --- coming and going
 
     def close(self, *, failed: bool = False) -> None:

@@ -497,7 +497,7 @@ class Session:
             base,
             worker=self.worker,
             version=self.version,
-            local=self._runtime.local_steps,
+            local=self._runtime.local.made if self._runtime.local else 0,
             process=self.processes.rank,
         )
 

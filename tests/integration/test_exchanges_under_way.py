@@ -170,8 +170,8 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         return [member for member in job.status().members if member.worker == worker]
 
     def two_steps_made_meanwhile() -> bool:
-        runtime = runtime_of(sessions[0])
-        return runtime.local is not None and runtime.local.started is not None and runtime.local_steps >= 2
+        steps = runtime_of(sessions[0]).local
+        return steps is not None and steps.started is not None and steps.made >= 2
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -180,7 +180,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         for number, (x, y) in enumerate(session.loader(data, BATCH)):
             if not number:
                 await_training(job, 0, 1)
-            due = runtime_of(session).local_steps == 3
+            due = (steps := runtime_of(session).local) is not None and steps.made == 3
             if session.worker == 1 and not versions and due and any(m.steps for m in members(0)):
                 before = session.version
                 eventually(two_steps_made_meanwhile, "worker 0 makes two steps while its exchange waits")

@@ -287,7 +287,8 @@ def test_while_an_exchange_begins(
             try:
                 optimizer.step()
             except KeyboardInterrupt:
-                assert interrupted[0].local_steps == 0
+                assert (steps := interrupted[0].local) is not None
+                assert steps.made == 0
                 assert all(torch.equal(*each) for each in values.pop())
 
     publish, values = Flat.publish, list[list[tuple[torch.Tensor, torch.Tensor]]]()
