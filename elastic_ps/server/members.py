@@ -71,7 +71,7 @@ class MemberCalls:
             if state.model is not None and state.initialised:
                 _require_same(state.model, tensors, optimizer)  # before it replaces another process
             others = {member.worker: member.incarnation for member in state.members.live.values()}
-            holders, peer = state.state_holders, _peer(request)
+            holders, peer = state.state_holders, Peer(request.address, request.torch)
             if holders is not None and (problem := holders.refuse(worker, peer, others)):
                 raise Refused(RefusalCode.INVALID, problem)  # it cannot form a group with the others
             job.drop(worker, "lost")
@@ -128,7 +128,7 @@ class MemberCalls:
         )
         if state.state_holders is not None:
             live = [each.incarnation for each in state.members.live.values()]
-            state.state_holders.introduce(member.incarnation, _peer(request), live)
+            state.state_holders.introduce(member.incarnation, Peer(request.address, request.torch), live)
         if not state.initialised:
             state.note(StageEvent.BRING, initialiser=member.worker)
             self._job.note_change()
@@ -312,10 +312,6 @@ class MemberCalls:
             keep(self._job.state.results.metrics, request.metrics)
             if not math.isfinite(request.metrics.get("loss", 0.0)):
                 self._job.state.results.judge(math.nan, self._job.state.ledger)
-
-
-def _peer(request: pb.JoinRequest) -> Peer:
-    return Peer(request.address, request.torch)
 
 
 def _link(request: pb.JoinRequest) -> Link | None:
