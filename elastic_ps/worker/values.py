@@ -44,7 +44,7 @@ class Drafts:
 
     def __init__(self) -> None:
         self._memory: dict[int, torch.Tensor] = {}
-        self._changes: dict[int, FewChanges] = {}  # of drafts that are not in their memory
+        self._changes: dict[int, FewChanges | None] = {}  # of drafts; None: it is in its memory
         self._numbers: dict[int, int] = {}
         self._void: set[int] = set()  # versions since the last one whose drafts stood
 
@@ -70,9 +70,7 @@ class Drafts:
 
     def keep(self, bucket: int, changes: FewChanges | None) -> None:
         """The bucket's draft is what the values become with these changes; None: what is in its memory."""
-        self._changes.pop(bucket, None)
-        if changes is not None:
-            self._changes[bucket] = changes
+        self._changes[bucket] = changes
 
     def note(self, bucket: int, number: int) -> None:
         """The draft of this number is there. If it was sent without values, they are those of the model."""
