@@ -52,8 +52,7 @@ LEADER = (0, 0, 0)
 
 def sum_key(term: int, bucket: int, version: int, attempt: int) -> PushKey:
     """The key of a bucket's sum on a standby, which replaces a worker's push."""
-    leader = dict(zip(("worker", "incarnation", "step"), LEADER, strict=True))
-    return PushKey(term=term, bucket=bucket, version=version, attempt=attempt, **leader)
+    return PushKey(term, *LEADER, bucket, version, attempt)
 
 
 def for_standby(order: Advance) -> Advance:
