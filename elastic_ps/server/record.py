@@ -254,7 +254,6 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
         ArithmeticError,
         AttributeError,
         LookupError,
-        RecursionError,
         RuntimeError,
         TypeError,
         UserError,
