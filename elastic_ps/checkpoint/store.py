@@ -370,18 +370,14 @@ class Store:
         with files.locked(self.directory / "lock"):
             yield
 
-    def term(self) -> int:
-        """The number of the last start of the parameter server; 0 if there was none.
+    def _begun(self) -> tuple[int, str]:
+        """The present term, 0 if there was none, and the directory's identity, "" if it has none yet.
 
         Raises:
             StorageUnavailable: it cannot be read at the moment.
             CheckpointError: it is broken. It is not read as 0, since an earlier parameter server could then
                 pass for the present one.
         """
-        return self._begun()[0]
-
-    def _begun(self) -> tuple[int, str]:
-        """The present term, and the directory's identity, "" if it has none yet. Raises like `term`."""
         try:
             text = self._looked.text()
             if text is None:
@@ -427,7 +423,7 @@ class Store:
         return term
 
     def require_term(self, term: int) -> None:
-        """Raise Fenced if the parameter server has restarted since `term`; otherwise like `term()`.
+        """Raise Fenced if the parameter server has restarted since `term`; otherwise like `_begun`.
 
         Terms only grow, so an earlier one, or none, raises StorageUnavailable: the volume may be away. So
         does another directory than the one in which this store has begun its term.
