@@ -159,13 +159,8 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
             )
         directory, version = directory.parent, int(directory.name[8:])
     store = Store(directory)
-    versions = store.versions()
-    if not versions or (version is not None and version not in versions):
-        known = f"; it has {', '.join(map(str, versions))}" if versions else ""
-        which = "no checkpoint" if version is None else f"no checkpoint of version {version}"
-        raise UserError(f"{directory} has {which} (a directory version-*){known}")
     problems: list[str] = []
-    for candidate in reversed(versions) if version is None else [version]:
+    for candidate in reversed(store.chosen(version)):
         try:
             reader = store.open_whole(candidate)
         except CheckpointCorrupt as error:

@@ -31,6 +31,7 @@ from elastic_ps.errors import (
     Fenced,
     NoCheckpoint,
     StorageUnavailable,
+    UserError,
 )
 
 _NAME = re.compile(r"version-(\d{10})")
@@ -86,6 +87,15 @@ class Store:
             StorageUnavailable: the directory cannot be read at the moment.
         """
         return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
+
+    def chosen(self, version: int | None) -> list[int]:
+        """This version alone, or all for None. Raises UserError if there is none, and like `versions`."""
+        versions = self.versions()
+        if not versions or (version is not None and version not in versions):
+            which = "no checkpoint" if version is None else f"no checkpoint of version {version}"
+            known = f"; it has {', '.join(map(str, versions))}" if versions else ""
+            raise UserError(f"{self.directory} has {which} (a directory version-*){known}")
+        return versions if version is None else [version]
 
     def path(self, version: int) -> Path:
         """The directory of a complete checkpoint."""

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.checkpoint import plain
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointCorrupt, UsageError, UserError
+from elastic_ps.errors import CheckpointCorrupt, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,7 @@ class DirectorySource:
 
     def __init__(self, directory: Path, version: int | None = None) -> None:
         self._store = Store(directory)
-        versions = self._store.versions()
-        if not versions or (version is not None and version not in versions):
-            which = "no checkpoint" if version is None else f"no checkpoint of version {version}"
-            known = f"; it has {', '.join(map(str, versions))}" if versions else ""
-            raise UserError(f"{directory} has {which} (a directory version-*){known}")
-        self._left = iter(versions if version is None else [version])
+        self._left = iter(self._store.chosen(version))
         self._found = False  # a complete one
 
     def begin(self) -> Checkpoint | None:
