@@ -23,14 +23,15 @@ STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_40
 """The seconds between two labels of the time axis."""
 PANELS = CURVES = 12
 """The most panels of reported metrics, and the most curves of a panel."""
-MARKERS: dict[str, dict[str, Any]] = {
-    "joined": {"marker": "^", "color": "#15803d"},
-    "left": {"marker": "v", "color": "#0e7490"},
-    "died": {"marker": "X", "color": "#b91c1c"},
-    "rescaled": {"marker": "D", "color": WORKERS},
-    "changed": {"marker": "s", "color": INK},
-    "checkpoint": {"marker": "|", "color": "#6b7280"},
+MARKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "joined": ("^", "#15803d", ("joined",)),
+    "left": ("v", "#0e7490", ("left",)),
+    "died": ("X", "#b91c1c", ("lost", "hung", "died")),
+    "rescaled": ("D", WORKERS, ("scale",)),
+    "changed": ("s", INK, ("changed",)),
+    "checkpoint": ("|", "#6b7280", ()),
 }
+"""The rows of marks in the picture: the marker, its color, and the kinds of events that it stands for."""
 Curve: TypeAlias = list[tuple[int, float]]
 """(version, value)"""
 
@@ -143,19 +144,10 @@ def speeds(points: list[Point]) -> list[tuple[int, float]]:
     return found
 
 
-MARKS = {
-    "joined": ("joined",),
-    "left": ("left",),
-    "died": ("lost", "hung", "died"),
-    "rescaled": ("scale",),
-    "changed": ("changed",),
-}
-"""The rows of marks in the picture, and the kinds of events in each."""
-
-
 def marks(record: Record) -> dict[str, list[int]]:
     """The versions of events, by kind; kinds without events are left out."""
-    found = {row: [e.version for e in record.events if e.kind in kinds] for row, kinds in MARKS.items()}
+    events = record.events
+    found = {row: [e.version for e in events if e.kind in kinds] for row, (_, _, kinds) in MARKS.items()}
     found["checkpoint"] = [version for _, version in record.checkpoints]
     return {row: versions for row, versions in found.items() if versions}
 
@@ -265,7 +257,8 @@ def _draw_marks(axis: Any, marked: Mapping[str, list[int]]) -> None:
     axis.grid(visible=False)
     rows = [*marked.items()][::-1]
     for y, (row, versions) in enumerate(rows):
-        axis.plot(versions, [y] * len(versions), **MARKERS[row], linestyle="", markersize=5.5, clip_on=False)
+        marker, color, _ = MARKS[row]
+        axis.plot(versions, [y] * len(versions), marker, color=color, markersize=5.5, clip_on=False)
     axis.set_yticks(range(len(rows)), [row for row, _ in rows])
     axis.set_ylim(-0.6, len(rows) - 0.4)
     axis.tick_params(axis="y", length=0, pad=8)
