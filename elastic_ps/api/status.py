@@ -169,6 +169,12 @@ LEFT_EARLY = (
 )
 """Advice for a job whose scripts have all ended without an error, though records are left."""
 
+NOT_EVALUATED = (
+    ". The evaluator was not done {:g} s later, so the last versions are not evaluated "
+    "(spec.evaluator.finishTimeout)"
+)
+"""The end of the message of a job whose evaluator is not done; to be formatted with the seconds it had."""
+
 HUNG_GRACE = timedelta(seconds=15)
 """The time that a worker has to end by itself after it was declared hung."""
 

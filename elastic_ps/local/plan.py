@@ -13,7 +13,7 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps.api.status import FINISHED_GRACE, LEFT_EARLY, STAYED_OUT, Phase, Progress
+from elastic_ps.api.status import FINISHED_GRACE, LEFT_EARLY, NOT_EVALUATED, STAYED_OUT, Phase, Progress
 from elastic_ps.contract import deaths, exits
 from elastic_ps.contract.deaths import Death, Kind, cause_of, describe_exit, kind_of
 from elastic_ps.contract.env import Role
@@ -415,10 +415,7 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         message = WAS_FINISHED if observed.was_finished else progress.all_done
         message = progress.why_stopped if progress.stopped else message
         if _evaluates(desired, observed):
-            message += (
-                f". The evaluator was not done {_grace(desired).total_seconds():g} s later, so the last "
-            )
-            message += "versions are not evaluated (spec.evaluator.finishTimeout)"
+            message += NOT_EVALUATED.format(_grace(desired).total_seconds())
         return Verdict("Succeeded", reason, message)
     if progress.records_expected is None:
         return Verdict("Succeeded", "Finished", "every worker has ended its script")

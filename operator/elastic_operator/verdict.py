@@ -13,7 +13,7 @@ from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import RECOVERING, condition, holds, member_statuses, with_condition
-from elastic_ps.api.status import LEFT_EARLY, TrainingJobStatus
+from elastic_ps.api.status import LEFT_EARLY, NOT_EVALUATED, TrainingJobStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 WRITE_LIMIT = timedelta(minutes=10)
@@ -81,9 +81,7 @@ def _workers_done(
             return _without_last_version(status, observed, now)
         message = progress.why_stopped if progress.stopped else progress.all_done
         if evaluator is not None and _evaluates(observed):
-            seconds = evaluator.finish_timeout.total_seconds()
-            message += f". The evaluator was not done {seconds:g} s later, so the last versions are not "
-            message += "evaluated (evaluator.finishTimeout)"
+            message += NOT_EVALUATED.format(evaluator.finish_timeout.total_seconds())
         return Verdict("Succeeded", Problem("StoppedEarly" if progress.stopped else "Finished", message))
     # A report from before the last worker's end does not tell how the job ended.
     if not _all_done(desired, observed) or observed.word is None or not observed.word.begun:
