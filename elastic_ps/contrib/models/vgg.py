@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from elastic_ps.contrib.models.resnet import LARGE
 from elastic_ps.errors import InvalidModel
 
-LARGE = 64
-"""From this size of images on, in pixels, a network is built as for ImageNet."""
 SMALLEST = 32
 """The images are halved five times."""
 
