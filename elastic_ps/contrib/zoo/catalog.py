@@ -86,7 +86,8 @@ class DataSet:
                 for.
         """
         place = self.check_place(directory)
-        return _pair(_load(self.place)() if place is None else _load(self.place)(place))
+        training, test = _load(self.place)() if place is None else _load(self.place)(place)
+        return training, test
 
     def check_place(self, directory: Path | None) -> Path | None:
         """The directory of the files, which must exist; None if the data set has no files.
@@ -219,8 +220,3 @@ def _key(name: str) -> str:
 def _load(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
-
-
-def _pair(read: Any) -> tuple[Any, Any]:
-    training, test = read
-    return training, test
