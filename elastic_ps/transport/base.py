@@ -23,6 +23,13 @@ from elastic_ps.errors import Malformed
 
 EMPTY = memoryview(b"")
 
+STALL = timedelta(seconds=5)
+"""A client that sends or takes nothing for this long in the middle of a frame is cut off: it may hold one of
+the few buffers that all others need."""
+
+JOIN = timedelta(seconds=10)
+"""How long `close` waits for threads that should end at once."""
+
 
 @dataclass(frozen=True)
 class Frame:

@@ -39,7 +39,7 @@ from elastic_ps.errors import (  # noqa: E402
     Malformed,
     TransportError,
 )
-from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
+from elastic_ps.transport.base import JOIN, STALL, Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
 from elastic_ps.transport.credentials import Credentials, Loaded  # noqa: E402
 from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402
 from elastic_ps.transport.shares import Shares, descriptors_for  # noqa: E402
@@ -73,13 +73,6 @@ IDLE = timedelta(minutes=2)
 WINDOW = 1024 * 1024
 """The bytes that a sender may send in one call before the receiver asks for them. A server with n calls whose
 bodies are unread holds about 1.2 n MiB; a larger window is no faster within a machine."""
-
-STALL = timedelta(seconds=5)
-"""A client that sends nothing for this long in the middle of a frame is cut off: it may hold one of the few
-buffers that all others need."""
-
-JOIN = timedelta(seconds=10)
-"""How long `close` waits for threads that should end at once."""
 
 _SERVICE, _METHOD = "elastic_ps.transport.Transport", "Call"
 

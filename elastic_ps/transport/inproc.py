@@ -18,15 +18,12 @@ from collections.abc import Collection, Iterator
 from datetime import timedelta
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, TransportError
-from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
+from elastic_ps.transport.base import JOIN, Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.refusal import Refusal, answers
 from elastic_ps.transport.views import flat, target_of
 
 _LOG = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
-
-JOIN = timedelta(seconds=10)
-"""How long `close` waits for handlers that were cancelled."""
 
 
 class InprocServer(Server):

@@ -16,8 +16,8 @@ from datetime import timedelta
 from elastic_ps.contract.schemes import is_loopback as is_loopback
 from elastic_ps.contract.schemes import name_of as name_of
 from elastic_ps.errors import CannotListen
-from elastic_ps.transport.base import Limits
-from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
+from elastic_ps.transport.base import STALL, Limits
+from elastic_ps.transport.stream import StreamConnection, StreamServer
 
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 

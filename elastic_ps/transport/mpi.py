@@ -17,9 +17,9 @@ import time
 from datetime import timedelta
 
 from elastic_ps.transport import local
-from elastic_ps.transport.base import Limits
+from elastic_ps.transport.base import STALL, Limits
 from elastic_ps.transport.sealed import hear
-from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
+from elastic_ps.transport.stream import PROTOCOL, StreamConnection, StreamServer
 
 SPEAK = timedelta(seconds=5)
 """How long a client waits for the server's greeting."""

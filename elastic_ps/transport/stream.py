@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
-from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
+from elastic_ps.transport.base import JOIN, STALL, Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError, names_of
 from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
@@ -33,14 +33,8 @@ PROTOCOL = b"elastic-ps/3"
 GREETING = PROTOCOL + b"\n"
 """The client's greeting, by which other programs are recognised."""
 
-STALL = timedelta(seconds=5)
-"""A server cuts off a client that sends or takes nothing for this long in the middle of a frame."""
-
 HURRY = timedelta(seconds=1)
 """The time for a client's handshake and greeting while many others wait, see `StreamServer._hurry`."""
-
-JOIN = timedelta(seconds=10)
-"""How long `close` waits for threads that should end at once."""
 
 SOCKETS = 4096
 """The number of sockets of a server, each with a thread; further ones are closed. One address has a share of

@@ -21,10 +21,10 @@ from typing import overload
 
 from elastic_ps.errors import CannotListen
 from elastic_ps.process.listening import listen_address
-from elastic_ps.transport.base import Limits
+from elastic_ps.transport.base import STALL, Limits
 from elastic_ps.transport.credentials import Credentials, UntrustedError
 from elastic_ps.transport.sealed import SECRET, Sealed, begin, finish, hear
-from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
+from elastic_ps.transport.stream import PROTOCOL, StreamConnection, StreamServer
 
 BACKLOG = 512
 
