@@ -161,7 +161,7 @@ class GrpcServer(Server):
         """Listen on `bind`, `host:port`; port 0 picks one. Clients wait until `serve` is called.
 
         Args:
-            limits: the limits for clients; `limits` may be replaced later.
+            limits: the limits for clients.
             calls: the number of calls that are answered at the same time, each in a thread; the next ones
             wait. connections: the number of connections, as far as there are descriptors for them.
             stall: how long a client may send nothing in the middle of a frame.

@@ -30,7 +30,7 @@ class InprocServer(Server):
     """Answers calls in threads of this process; a thread goes from call to call. Thread-safe."""
 
     def __init__(self, *, limits: Limits | None = None) -> None:
-        """`limits`: the limits for clients, which may be replaced later."""
+        """`limits`: the limits for clients."""
         self.limits = limits or Limits()
         self._address = f"inproc:{next(_NUMBERS)}"
         self._handler: Handler | None = None

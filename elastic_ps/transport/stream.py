@@ -55,7 +55,7 @@ class StreamServer(Server):
     Args:
         listener: bound and listening; closed by `close`.
         address: the address for clients.
-        limits: the limits for clients; `limits` may be replaced later.
+        limits: the limits for clients.
         stall: how long a client may send or take nothing in the middle of a frame.
         admit: whether to accept a connection.
         hello: the greeting on each socket.

@@ -78,7 +78,7 @@ class TcpServer(StreamServer):
 
         Args:
             known: the address that clients know, if this is its data port. Default: `bind`.
-            limits: the limits for clients; `limits` may be replaced later.
+            limits: the limits for clients.
             stall: how long a client may send or take nothing in the middle of a frame.
             credentials: see `StreamServer`.
 
