@@ -1,7 +1,7 @@
 """Hugging Face's `Trainer`, and those that TRL makes of it, train as part of a job.
 
-`prepare_trainer(trainer)` gives a trainer that is made already a class of its own; `ElasticMixin` is for a
-class that a script defines. The Trainer's loop stays: the job says which records it gets, makes its steps,
+`prepare_trainer(trainer)` gives a trainer that is made already a class of its own, whose methods come before
+those of the script's class. The Trainer's loop stays: the job says which records it gets, makes its steps,
 and ends it. See docs/guides/huggingface.md.
 """
 
@@ -95,9 +95,9 @@ def prepare_trainer(
     """
     with as_only_process("transformers"):
         session = session or connect()
-    if not isinstance(trainer, ElasticMixin):
+    if not isinstance(trainer, _InJob):
         kind = type(trainer)
-        trainer.__class__ = type(f"Elastic{kind.__name__}", (ElasticMixin, kind), {})
+        trainer.__class__ = type(kind.__name__, (_InJob, kind), {})
     trainer.join_job(session, records=records, overlap=overlap, base=base)
     return trainer
 
@@ -109,11 +109,8 @@ class ElasticMixin:
     worker of several processes it also keeps transformers from beginning a process group.
     """
 
-    _uploads = False  # it is the chief, and uploads at the moment
-    _saved_at: int | None = None  # the steps in the Trainer's checkpoint, where this worker writes it
-
     def __init__(
-        self,
+        self: Any,
         *args: Any,
         session: Session | None = None,
         records: int | None = None,
@@ -123,7 +120,14 @@ class ElasticMixin:
     ) -> None:
         with as_only_process("transformers"):
             super().__init__(*args, **kwargs)
-        self.join_job(session or connect(), records=records, overlap=overlap, base=base)
+        prepare_trainer(self, session=session, records=records, overlap=overlap, base=base)
+
+
+class _InJob:
+    """What a trainer does otherwise in a job. It is in front of the trainer's class."""
+
+    _uploads = False  # it is the chief, and uploads at the moment
+    _saved_at: int | None = None  # the steps in the Trainer's checkpoint, where this worker writes it
 
     def join_job(
         self: Any,
@@ -205,7 +209,8 @@ class ElasticMixin:
 
     def create_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Like the Trainer's. The job steps it, once for each step that one process would make."""
-        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        scheduler = self.lr_scheduler  # the Trainer does not ask what the method returns, either
         wrapped = self.accelerator.prepare_scheduler(scheduler)
         self.lr_scheduler = scheduler if isinstance(scheduler, ReduceLROnPlateau) else wrapped
         return self.lr_scheduler
@@ -499,7 +504,7 @@ def _is_due(state: Any, every: int | None) -> bool:
 
 def _check(trainer: Any, session: Session) -> None:
     """Raises UsageError: what the trainer is set up for cannot work in this job."""
-    args, kind = trainer.args, type(trainer).__name__.removeprefix("Elastic")
+    args, kind = trainer.args, type(trainer).__name__
     sampling = args.train_sampling_strategy
     whole = float(args.num_train_epochs).is_integer() or args.max_steps > 0
     steps_here = session.spec.consistency.mode == "local"
@@ -577,6 +582,6 @@ def _own_loader(trainer: Any) -> bool:
     replaced: list[Callable[..., Any]] = [
         vars(kind)["get_train_dataloader"]
         for kind in type(trainer).__mro__
-        if "get_train_dataloader" in vars(kind) and kind not in (ElasticMixin, Trainer)
+        if "get_train_dataloader" in vars(kind) and kind not in (_InJob, Trainer)
     ]
     return bool(replaced)

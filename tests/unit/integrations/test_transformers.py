@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from elastic_ps.errors import InvalidModel, UsageError
@@ -378,6 +379,43 @@ def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path
         assert 74 < job.status().progress.records_applied <= 78 + 2 * 2 * BATCH
     for trainer in trainers:
         assert {*trainer.lr_scheduler.get_last_lr()} == {0.0}
+
+
+class Overriding(Trainer):  # type: ignore[misc]
+    """Its methods do not call those of `Trainer`."""
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> None:
+        """Returns nothing: the Trainer takes `lr_scheduler`."""
+        self.lr_scheduler = LambdaLR(self.optimizer, lambda step: 1 - step / num_training_steps)
+
+    def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+        loss = self.compute_loss(model.train(), inputs)
+        self.accelerator.backward(loss)
+        return loss.detach()  # type: ignore[no-any-return]
+
+
+class OverridingInJob(ElasticMixin, Trainer):  # type: ignore[misc]
+    create_scheduler, training_step = Overriding.create_scheduler, Overriding.training_step
+
+
+@pytest.mark.parametrize("kind", [Overriding, OverridingInJob])
+def test_the_methods_of_a_script_are_those_of_a_trainer_in_a_job(tmp_path: Path, kind: type[Any]) -> None:
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        if kind is Overriding:
+            trainer = prepare_trainer(make(tmp_path, kind=kind, eval_strategy="no"), session=session)
+        else:
+            trainer = make(tmp_path, kind=kind, eval_strategy="no", given={"session": session})
+        trainer.train()
+        trainers.append(trainer)
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=2)
+        assert job.status().progress.loss is not None
+    for trainer in trainers:
+        assert isinstance(trainer, kind)
+        assert max(trainer.lr_scheduler.get_last_lr()) < 0.1 * trainer.args.learning_rate
 
 
 def test_a_share_of_the_training_is_one_of_the_workers_own_steps(tmp_path: Path) -> None:
