@@ -337,6 +337,12 @@ class _OfTrainer(ElasticAccelerator):
         )
         return self.training
 
+    def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `ElasticAccelerator`'s. A base has no statistics that a model in training mode changes."""
+        for model in self._models[-1:] if self._base else ():
+            model.train()  # the Trainer does so only before its first forward
+        return super().prepare_optimizer(*args, **kwargs)
+
     @property
     def has_begun(self) -> bool:
         """Whether the optimizer belongs to the job."""

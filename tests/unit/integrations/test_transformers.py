@@ -295,6 +295,31 @@ def test_adapters_of_peft_are_those_of_the_trainer_alone(tmp_path: Path) -> None
     assert_same_model(trainers[0], alone)
 
 
+class FrozenNormNet(Net):
+    """As `from_pretrained` returns it: not in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6, dtype=torch.float64).requires_grad_(False)
+        self.eval()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return super().forward(self.norm(x), labels)
+
+
+def test_statistics_of_a_frozen_base_belong_to_the_job(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        given = arguments(tmp_path, eval_strategy="no", num_train_epochs=1)
+        trainer = Trainer(FrozenNormNet(), given, train_dataset=Records(RECORDS))
+        prepare_trainer(trainer, session=session, base="external").train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        model = job.coordinator.job.state.model
+        assert model is not None
+        assert "norm.running_mean" in {spec.name for spec in model.layout.tensors}
+
+
 class Overflowing(Net):
     """The last batch of each epoch, of 13, has an infinite loss."""
 
