@@ -119,7 +119,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._max_grad_norm, self._overlap, self._base = max_grad_norm, overlap, base
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._elastic: ElasticOptimizer | None = None
-        self._training: EpochLoader | None = None
+        self.training: EpochLoader | None = None
         self._accumulates = self._in_accumulate = self._shuffled = False
         self._counted = 0  # the most records that were in the model when the script has counted a step
         self._unscheduled = 0  # optimizer steps since the script has stepped its scheduler
@@ -150,7 +150,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     @property
     def is_main_process(self) -> bool:
         """True on worker 0. After a loop over the training data, true on the chief instead."""
-        training = self._training
+        training = self.training
         if training is None or training.within or not training.begun:
             return self.is_local_main_process
         return training.is_chief()
@@ -232,7 +232,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             if gradient is not None and (gradient is not made() or gradient._version != version):
                 raise UsageError(_CHANGED)
         counted = any(not isinstance(each.scheduler, ReduceLROnPlateau) for each in self._schedulers)
-        batches = 0 if self._training is None else self._training.computed
+        batches = 0 if self.training is None else self.training.computed
         if counted and batches > self.batches_of_step:
             raise UsageError(_BY_HAND.format(batches=batches, steps=self.batches_of_step))
         self._clipped.begin(self._elastic)
@@ -240,7 +240,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _stepped(self, *_: object) -> None:
         self._clipped.end()
         self._unscheduled += 1
-        self._made_late = self._training is not None and not self._training.looping
+        self._made_late = self.training is not None and not self.training.looping
         if self._in_accumulate:
             self._count_step()
 
@@ -264,7 +264,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     ) -> Any:
         """The first one becomes the job's; see `Session.loader`. Others stay whole on each worker."""
         shuffled = isinstance(data_loader.sampler, RandomSampler)
-        if self._training is not None:
+        if self.training is not None:
             if shuffled and not self._shuffled:
                 raise UsageError(
                     "the first DataLoader that accelerator.prepare(...) got has a fixed order, but this one "
@@ -274,15 +274,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             return super().prepare_data_loader(data_loader, device_placement=device_placement, **options)
         self._shuffled = shuffled
         places = self.device_placement if device_placement is None else device_placement
-        self._training = EpochLoader(
+        self.training = EpochLoader(
             self.session.loader(data_loader, epochs=self._epochs, records=self._records),
             self.session,
             epochs=self._epochs,
             place=(lambda batch: send_to_device(batch, self.device)) if places else (lambda batch: batch),
             ended=self._step_with_rest,
         )
-        self.session.at_finish.append(partial(self._training.heed_break, ends=True))
-        return self._training
+        self.session.at_finish.append(partial(self.training.heed_break, ends=True))
+        return self.training
 
     def _step_with_rest(self) -> None:
         """At the end of an epoch, as accelerate does with the last batch."""
@@ -301,7 +301,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return scheduler
-        if self._training is None or self._elastic is None:
+        if self.training is None or self._elastic is None:
             raise UsageError(
                 "accelerator.prepare(...) needs the optimizer and the training DataLoader before a "
                 "scheduler, or in the same call: the job steps a scheduler by the records that are trained"
@@ -320,18 +320,18 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _is_stepped_by_mistake(self) -> bool:
         """Whether the script, which steps a scheduler now, does so between two epochs."""
         unscheduled, self._unscheduled = self._unscheduled, 0
-        training = self._training
+        training = self.training
         if training is None or training.within or not training.begun:
             return False
         return not self._made_late or unscheduled > 1
 
     def _steps_of_one_process(self, samples: int) -> int:
         """The optimizer steps that one process would have made with so many records."""
-        assert self._training is not None
-        epoch, steps = self._training.records, self.batches_of_step
-        of_epoch = -(-len(self._training) // steps)
+        assert self.training is not None
+        epoch, steps = self.training.records, self.batches_of_step
+        of_epoch = -(-len(self.training) // steps)
         complete, rest = divmod(samples, epoch)
-        return complete * of_epoch + min(of_epoch, -(-rest // (self._training.batch_size * steps)))
+        return complete * of_epoch + min(of_epoch, -(-rest // (self.training.batch_size * steps)))
 
     def epochs(self) -> Iterator[int]:
         """The number of each epoch, from the one that the job has reached.
@@ -339,15 +339,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         With `for epoch in range(...)` a worker that joins late also comes to the end of each earlier epoch,
         without records.
         """
-        if self._training is None:
+        if self.training is None:
             raise UsageError("call accelerator.prepare(...) with the training DataLoader first")
-        return self._training.epochs()
+        return self.training.epochs()
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """Like accelerate's. At the end of an epoch a step is made with what is left."""
         self._accumulates = self._in_accumulate = True
-        if self._training is not None and self._training.ends_group:
+        if self.training is not None and self.training.ends_group:
             self.step = self.batches_of_step - 1  # so that it makes a step, as with accelerate's last batch
         for other in self.gradient_state.dataloader_references:
             if other is not None:

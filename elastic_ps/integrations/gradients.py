@@ -13,11 +13,6 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.optimizer import ElasticOptimizer
 
 
-def are_there(optimizer: ElasticOptimizer) -> bool:
-    """Whether any parameter has a gradient. Without one, the step of a GradScaler raises an error."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
 def of_second_step(strategy: str) -> str:
     """The message about a second step with one batch, by another optimizer; see `ElasticOptimizer`.
 

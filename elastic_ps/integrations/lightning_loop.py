@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from elastic_ps.contract import env
-from elastic_ps.integrations.gradients import are_there
 from elastic_ps.integrations.lightning_callbacks import SAVING, STOPPING, CallbackStates
 from elastic_ps.integrations.lightning_epochs import Epochs
 
@@ -163,8 +162,9 @@ class Loop:
     def step_with_rest(self) -> None:
         """At the end of an epoch, as Lightning does with the last batch."""
         scaled = getattr(self._strategy.precision_plugin, "scaler", None) is not None
-        if not self.owes_step or (scaled and not are_there(self._strategy.elastic)):
-            return
+        trained = [p for group in self._strategy.elastic.param_groups for p in group["params"]]
+        if not self.owes_step or (scaled and all(p.grad is None for p in trained)):
+            return  # without a gradient, the step of a GradScaler raises an error
         epoch_loop = self._trainer.fit_loop.epoch_loop
         epoch_loop.batch_progress.is_last_batch = True
         if self._trainer.lightning_module.automatic_optimization:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -308,8 +308,6 @@ class _InJob:
 class _OfTrainer(ElasticAccelerator):
     """The `Accelerator` of a trainer."""
 
-    training: _Loader
-
     def take_over(self, args: Any) -> None:
         """Heed what the trainer's arguments say. Raises as `check_accumulation`."""
         if args.gradient_accumulation_steps > 1:
@@ -332,7 +330,7 @@ class _OfTrainer(ElasticAccelerator):
         loader = self.session.loader(data_loader, epochs=self._epochs, records=self._records)
         if self._steps > 1:
             loader.expect_groups()
-        self._training = self.training = _Loader(
+        self.training = _Loader(
             loader, self.session, epochs=self._epochs, place=lambda batch: batch, ended=lambda: None
         )
         return self.training
@@ -585,9 +583,5 @@ def _check(trainer: Any, session: Session) -> None:
 
 def _own_loader(trainer: Any) -> bool:
     """Whether its class replaces what gives the Trainer its batches."""
-    replaced: list[Callable[..., Any]] = [
-        vars(kind)["get_train_dataloader"]
-        for kind in type(trainer).__mro__
-        if "get_train_dataloader" in vars(kind) and kind not in (_InJob, Trainer)
-    ]
-    return bool(replaced)
+    kinds = (kind for kind in type(trainer).__mro__ if kind not in (_InJob, Trainer))
+    return any("get_train_dataloader" in vars(kind) for kind in kinds)
