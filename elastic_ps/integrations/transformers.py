@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -280,6 +281,13 @@ class _InJob:
             return control
         with self._counting_steps(self._saved_at):
             return CallbackHandler.on_save(self.callback_handler, args, state, control)
+
+    def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Like the Trainer's. Only the chief may remove all checkpoints but the best."""
+        if self.args.save_total_limit == 1:
+            saves, best = self.accelerator.is_main_process, self.state.best_model_checkpoint
+            self.state.best_model_checkpoint = best if saves and best and Path(best).exists() else None
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
     def _counting_steps(self: Any, steps: int | None) -> Iterator[None]:

@@ -19,6 +19,7 @@ from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
 from tests.testing.oracle import assert_each_record_once
+from tests.testing.polling import LIMIT
 from tests.testing.trainers import (
     BATCH,
     EPOCHS,
@@ -94,6 +95,40 @@ def test_the_newest_checkpoint_and_the_last_evaluation_are_those_of_the_end(
     assert newest.name == f"checkpoint-{alone.state.global_step}"
     for name, value in load_file(newest / "model.safetensors").items():
         torch.testing.assert_close(value, trainers[0].model.state_dict()[name], rtol=0, atol=0)
+
+
+def test_a_worker_that_is_not_the_chief_removes_no_checkpoint(tmp_path: Path) -> None:
+    """Worker 0 has the best checkpoint, and waits while worker 1 trains the rest, and saves the model."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+    options |= {
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "num_train_epochs": 1,
+        "lr_scheduler_type": "constant",
+    }
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    saved, ended = threading.Event(), threading.Event()
+
+    class Waiting(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if not saved.is_set():
+                assert state.best_model_checkpoint
+                saved.set()
+                trainers[0].session.pause()
+                assert ended.wait(LIMIT)
+
+    trainers = dict[int, Any]()
+
+    def script(session: Session) -> None:
+        trainer = make(tmp_path / "out", given={"callbacks": [Waiting()]}, **options)
+        trainers[session.worker] = prepare_trainer(trainer, session=session)
+        assert session.worker == 0 or saved.wait(LIMIT)
+        trainer.train()
+        ended.set()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=2)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoint-13"]
 
 
 def test_a_trainer_trains_once(tmp_path: Path) -> None:
