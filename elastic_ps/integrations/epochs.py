@@ -27,6 +27,11 @@ _NO_MORE = (
     "this worker has no further batch of the epoch. The workers of a job share the len(loader) batches of an "
     "epoch. End the loop after this worker's last batch: use a for loop, or next(iterator, None)"
 )
+_LOOKED = (
+    "the script left its first loop over the training data after one batch and without backward(), as it "
+    "does with next(iter(loader)). That ends the training. To look at a batch, take it from the DataLoader "
+    "before it is prepared or set up"
+)
 _LEFT = "the script left its loop over the training data"
 
 
@@ -207,7 +212,12 @@ class EpochLoader:
 
         Args:
             ends: the script has ended, so it has left the epochs to come, too.
+
+        Raises:
+            UsageError: the script has only looked at a batch before the job's first step.
         """
+        if self._has_looked and not (self._session.version or self._session.stopped):
+            raise UsageError(_LOOKED)
         if self._owes:
             self._owes = False
             if self._untrained is not None:
@@ -225,6 +235,12 @@ class EpochLoader:
         if left or (ends and 0 < self.begun < self._epochs and self.upcoming() is not None):
             self._session.stop(_LEFT)
             logger.warning("%s, so the training ends on all workers", _LEFT)
+
+    @property
+    def _has_looked(self) -> bool:
+        """Whether the script has left its first loop after one batch, and computed nothing."""
+        batches, left = self._loader.batches, self._running is not None and not self._owes
+        return left and self.begun == self.batches == 1 and bool(batches.undecided) and not batches.computed
 
     def is_chief(self) -> bool:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""

@@ -529,6 +529,16 @@ def in_groups(accelerator: Any) -> None:
     optimizer.step()
 
 
+def looks(accelerator: Any) -> None:
+    """Takes a batch for its shape, and prints it."""
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
+    x, _ = next(iter(loader))
+    if accelerator.is_main_process:
+        accelerator.print(x.shape)
+
+
 def by_hand(accelerator: Any, *, steps: int = 1, clip: bool = False, schedule: bool = True) -> None:
     """As scripts accumulate and clip without accelerate. The second batch is skipped after its backward."""
     model = make_mlp()
@@ -592,6 +602,7 @@ REFUSED: dict[str, tuple[str, Refused]] = {
         r"makes a step of 2 batches.*gradient_accumulation_steps=2",
         lambda s: in_groups(elastic(s)),
     ),
+    "a look": (r"with next\(iter\(loader\)\).*before it is prepared", lambda s: looks(elastic(s))),
     "epochs": (
         "loop 2 over the training data begins, but epochs=1 was given.*To read the data again",
         lambda s: script(ElasticAccelerator(epochs=1, session=s, cpu=True)),
