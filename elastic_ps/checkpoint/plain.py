@@ -88,7 +88,7 @@ def export(
 ) -> tuple[int, int]:
     """Write a checkpoint's model as a plain `state_dict` to a file, atomically.
 
-    A name without ending is that of a directory, for the adapters of a job with `base="external"`, in the
+    A name without a dot is that of a directory, for the adapters of a job with `base="external"`, in the
     format of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
 
     Args:
@@ -104,7 +104,10 @@ def export(
         CheckpointCorrupt, StorageUnavailable: see `load_checkpoint`.
     """
     if out.suffix not in ("", *FORMATS):
-        raise UserError(f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}")
+        raise UserError(
+            f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}; or, for a directory of "
+            "adapters, a name without a dot"
+        )
     with open_checkpoint(directory, version) as reader:
         values = state_dict(reader)
         if not out.suffix:

@@ -192,6 +192,8 @@ def test_export_says_what_is_wrong(
 
     directory, out = str(trained.directory), str(tmp_path / "model.pt")
     assert "ends with .safetensors or .pt" in export(directory, str(tmp_path / "model.bin"))
+    assert "llama-3.1-lora; expected " in (named := export(directory, str(tmp_path / "llama-3.1-lora")))
+    assert "for a directory of adapters, a name without a dot" in named
     assert "no checkpoint of version 7777 (a directory" in export(directory, out, "--version", "7777")
     for name in ("model.pt", "model.safetensors"):
         assert f"error: cannot write {tmp_path}/absent/{name}: " in export(
