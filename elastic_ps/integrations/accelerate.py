@@ -7,6 +7,7 @@ docs/guides/huggingface.md.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,8 @@ from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 
+logger = logging.getLogger(__name__)
+
 _RESUME = (
     "{call} cannot be used in a job: a job continues from its own checkpoints, which hold model, optimizer, "
     "schedules and the remaining records. Start it with `elastic-ps run JOB --resume DIR`. To begin with "
@@ -46,6 +49,12 @@ _BY_HAND = (
     "ElasticAccelerator(gradient_accumulation_steps={batches}), and write `with "
     "accelerator.accumulate(model):` around backward and step. Or do not prepare the scheduler, and call "
     "accelerator.session.scheduler(scheduler, interval=...)"
+)
+_UNPREPARED = (
+    "there is a scheduler, but it is not prepared. So its step() counts this worker's own steps: with N "
+    "workers each comes to about 1/N of the schedule, and after --resume it begins anew. Call scheduler = "
+    "accelerator.prepare(scheduler); or accelerator.session.scheduler(scheduler, interval=...), and remove "
+    "scheduler.step()"
 )
 _HARMLESS = ("gradient_accumulation_plugin", "dynamo_plugin")
 _SHARDING = (
@@ -120,7 +129,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._elastic: ElasticOptimizer | None = None
         self.training: EpochLoader | None = None
-        self._accumulates = self._in_accumulate = self._shuffled = False
+        self._accumulates = self._in_accumulate = self._shuffled = self._has_warned = False
         self._counted = 0  # the most records that were in the model when the script has counted a step
         self._unscheduled = 0  # optimizer steps since the script has stepped its scheduler
         self._made_late = False  # the last optimizer step was made after the loop with its batches
@@ -217,6 +226,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._elastic = self.session.optimizer(
             optimizer, models[-1], overlap=overlap, max_grad_norm=limit, base=self._base
         )
+        self._given = optimizer
         self._elastic.register_step_pre_hook(self._check_step)
         self._elastic.register_step_post_hook(self._stepped)
         return super().prepare_optimizer(self._elastic, device_placement=False)
@@ -235,6 +245,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         batches = 0 if self.training is None else self.training.computed
         if counted and batches > self.batches_of_step:
             raise UsageError(_BY_HAND.format(batches=batches, steps=self.batches_of_step))
+        if self._elastic is not None and not (self._local or self._elastic.scheduled or self._has_warned):
+            steps = [each.step for each in (self._given, *self._optimizers)]
+            if any(hasattr(step, "_wrapped_by_lr_sched") for step in steps):  # as torch marks them
+                logger.warning(_UNPREPARED)
+                self._has_warned = True
         self._clipped.begin(self._elastic)
 
     def _stepped(self, *_: object) -> None:

@@ -93,6 +93,7 @@ class ElasticOptimizer(_Wrapping):
     the next step on. Made by `Session.optimizer`. Not thread-safe: only the training thread may use it.
 
     If the session was given several optimizers, this stands for all, and `optimizers["critic"]` is one.
+    `scheduled` says whether the session steps a scheduler.
     """
 
     second_step = (  # what is said of it; an integration says it in the words of its library
@@ -113,7 +114,7 @@ class ElasticOptimizer(_Wrapping):
     ) -> None:
         super().__init__(wrapped, steps_here=runtime.strategy.steps_here)
         self._runtime, self._flat, self._tables = runtime, flat, tables
-        self._stepping = False
+        self._stepping = self.scheduled = False
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
         local, in_hooks, lend = runtime.strategy.exchanges, runtime.overlap.in_hooks, not self.steps_here
         self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
@@ -213,10 +214,8 @@ class ElasticOptimizer(_Wrapping):
             self._require_batch()
         if self._local is not None and not self._runtime.batches.lost:
             return self._local.step(closure, part)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         if self._runtime.batches.lost:
             self._runtime.batches.stale = False
             self._gradients.drop_rows()
@@ -271,13 +270,14 @@ class ElasticOptimizer(_Wrapping):
             self._stepping = False
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
-        """Raise UsageError if it schedules the hyperparameters of another optimizer."""
+        """Note that the session steps a scheduler. Raise UsageError if it is one of another optimizer."""
         scheduled = getattr(scheduler, "optimizer", self).param_groups
         if not any(group is mine for group in scheduled for mine in self.param_groups):
             raise UsageError(
                 f"the {type(scheduler).__name__} belongs to another optimizer, so the job would not use it. "
                 "Create it with the optimizer that session.optimizer(...) returned"
             )
+        self.scheduled = True
 
     def assign(self) -> None:
         """See `Session.assign`. If another worker's were assigned meanwhile, this worker gets those. Blocks.

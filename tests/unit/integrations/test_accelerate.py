@@ -665,6 +665,44 @@ def test_a_scheduler_of_epochs_is_not_one_to_prepare(tmp_path: Path) -> None:
         job.run(make, workers=1)
 
 
+@pytest.mark.parametrize(
+    ("made", "warned"),
+    [("after prepare", True), ("before prepare", True), ("for the session", False), ("to prepare", False)],
+)
+def test_a_scheduler_that_counts_a_workers_steps_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, made: str, warned: bool
+) -> None:
+    """As each of two workers makes half of the steps, it comes only half way down."""
+    rates = list[float]()
+
+    def make(session: Session) -> None:
+        accelerator, model, loader = elastic(session), make_mlp(), DataLoader(Numbers(RECORDS), BATCH)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = EPOCHS * len(loader)
+        schedule: Any = None
+        if made == "before prepare":
+            schedule = LambdaLR(optimizer, lambda step: 1 - step / steps)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, loader)
+        schedule = schedule or LambdaLR(optimizer, lambda step: 1 - step / steps)
+        if made == "to prepare":
+            schedule = accelerator.prepare(schedule)
+        elif made == "for the session":
+            session.scheduler(schedule, interval=lambda samples: -(-samples // BATCH))
+        for _ in range(EPOCHS):
+            for x, y in batches:
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                if made != "for the session":
+                    schedule.step()
+                optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    with running_job(tmp_path) as job:
+        job.run(make, workers=2)
+    assert len([each for each in caplog.messages if "it is not prepared" in each]) == 2 * warned
+    assert (min(rates) > 0.01) == warned
+
+
 def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="elastic-ps run SCRIPT --workers N"):
