@@ -98,6 +98,7 @@ class CommitCoordinator:
         self._decided = 0, 0, 0.0  # the term and version that were decided last, and when they were at first
         self._looked = 0.0  # when the order under way was decided, before the look at the fence
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
+        self._unmade = 0, ""  # the version whose step raised an error, and that error
         self._over = False  # no more orders are sent
         self._pauses, self._not_before = Pauses(RETRY.total_seconds(), LONGEST), 0.0  # after a failed order
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
@@ -127,6 +128,14 @@ class CommitCoordinator:
                 found = patience.until_done(self.checkpoints.newest)
         if found is not None:
             patience.until_done(partial(self._restore, found, term))
+
+    @property
+    def problem(self) -> str:
+        """Why the next version was not made, if its step raised an error; else "". The lock is held."""
+        version, error = self._unmade
+        if version <= self.job.state.version:
+            return ""
+        return f"the step that makes version {version} has raised an error, and is made again: {error}"
 
     def close(self) -> None:
         """Stop giving orders, and tell the other shards that they may end. Blocks."""
@@ -395,6 +404,8 @@ class CommitCoordinator:
         text = "a shard did not carry out an order for version %d: %s"
         logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
         refused = problem.code if isinstance(problem, Refused) else None
+        if not expected or type(problem) is TransportError:  # which another shard's process has answered
+            self._unmade = advance.version, repr(problem)[:500]
         if refused is None:
             self._back_off()
         if refused is RefusalCode.STALE_TERM:

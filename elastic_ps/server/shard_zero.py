@@ -113,7 +113,7 @@ class ShardZero:
                 ready=state.initialised,
                 progress=progress,
                 durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
-                problem=checkpoints.problem(state.version, now),
+                problem=self.commit.problem or checkpoints.problem(state.version, now),
                 checkpoint_pause_seconds=checkpoints.paused.total_seconds(),
                 tuning=TuningStatus(
                     generation=job.mutable.generation,

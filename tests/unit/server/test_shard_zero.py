@@ -23,7 +23,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import CourseEvent
-from elastic_ps.errors import ConnectionLost, Fenced, InvalidModel, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, Fenced, InvalidModel, RefusalCode, Refused, TransportError
 from elastic_ps.process.retrying import RETRY
 from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
@@ -353,6 +353,30 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, zero: Aske
     assert failures == 2
     assert zero.status().progress.records_applied == sum(r.stop - r.start for r in taken.ranges)
     assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
+
+
+@pytest.mark.parametrize(
+    "error", [ZeroDivisionError("my optimizer"), TransportError("the server failed: ZeroDivisionError: my")]
+)
+def test_a_step_that_raises_an_error_is_a_problem_until_it_is_made(
+    shard: Notes, zero: AskedShardZero, error: Exception
+) -> None:
+    """An optimizer of the user's own may always raise one: the job would go back for ever without a word."""
+
+    def raising(advance: Advance) -> None:
+        if advance.apply is not None:
+            raise error
+
+    coordinator = zero.coordinator
+    member = start(coordinator)
+    taken = take(coordinator, member, call=1)
+    shard.refuse = raising
+    finish(coordinator, member, taken, step=0)
+    said = "the step that makes version 1 has raised an error, and is made again: "
+    eventually(lambda: zero.status().problem == said + repr(error), "it is told")
+    shard.refuse = lambda _: None
+    eventually(lambda: not zero.status().problem, "it is made")
+    assert zero.status().progress.version == 1
 
 
 def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, zero: AskedShardZero) -> None:
