@@ -38,7 +38,10 @@ class Handle(Generic[T]):
         self._result: T
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. Does not block."""
+        """Whether `wait` would return at once. Does not block.
+
+        Over gloo, a message is done only after `wait` (https://github.com/pytorch/pytorch/issues/30723).
+        """
         return self._pending is None or self._pending.done()
 
     def wait(self) -> T:

@@ -37,9 +37,12 @@ def _end_all_after_errors() -> None:
     show = sys.excepthook
 
     def end(*error: Any) -> None:
-        show(*error)
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        try:
+            show(*error)
+            sys.stderr.flush()
+        finally:
+            if not hasattr(sys, "ps1"):  # the process goes on after an error of an interactive line
+                MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = end
 
@@ -73,7 +76,7 @@ class MPIGroup(Backend):
         self._in_place, self._undefined = MPI.IN_PLACE, MPI.UNDEFINED
         comm = MPI.COMM_WORLD if comm is None else comm
         if comm == MPI.COMM_NULL:
-            raise UsageError("this process is not in the communicator, which is MPI.COMM_NULL here")
+            raise UsageError("of_mpi got MPI.COMM_NULL; call it only in the processes of the communicator")
         _end_all_after_errors()
         self._comm = comm.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -37,36 +36,6 @@ class _Work:
 
     def done(self) -> bool:
         return self._work is None or bool(self._work.is_completed())
-
-
-class _Message(_Work):
-    """A message of gloo. It is over only for a thread that waits, so the first `done` starts one.
-
-    See https://github.com/pytorch/pytorch/issues/30723.
-    """
-
-    _waiting: threading.Thread | None = None
-    _error: RuntimeError | None = None
-
-    def wait(self) -> None:
-        if self._waiting is None:
-            super().wait()
-            return
-        self._waiting.join()
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        if self._waiting is None:
-            self._waiting = threading.Thread(target=self._wait, name="message", daemon=True)
-            self._waiting.start()
-        return not self._waiting.is_alive()
-
-    def _wait(self) -> None:
-        try:
-            super().wait()
-        except RuntimeError as error:
-            self._error = error
 
 
 class TorchGroup(Backend):
@@ -135,10 +104,10 @@ class TorchGroup(Backend):
         return _Work(dist.scatter(out, places, self._global(source), group=self._group, async_op=True))
 
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
-        return self._message(buffer)(dist.isend(buffer, self._global(to), group=self._group, tag=tag))
+        return _Work(dist.isend(buffer, self._global(to), group=self._group, tag=tag))
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
-        return self._message(buffer)(dist.irecv(buffer, self._global(source), group=self._group, tag=tag))
+        return _Work(dist.irecv(buffer, self._global(source), group=self._group, tag=tag))
 
     def send_receive(
         self, given: torch.Tensor, to: int, taken: torch.Tensor, source: int, tag: int
@@ -146,10 +115,7 @@ class TorchGroup(Backend):
         # NCCL runs the operations of a stream in order: all would receive, and nobody send.
         receiving = dist.P2POp(dist.irecv, taken, self._global(source), self._group, tag)
         sending = dist.P2POp(dist.isend, given, self._global(to), self._group, tag)
-        return Both(*map(self._message(given), dist.batch_isend_irecv([receiving, sending])))
-
-    def _message(self, buffer: torch.Tensor) -> type[_Work]:
-        return _Message if self.has_tags(buffer.device) else _Work
+        return Both(*map(_Work, dist.batch_isend_irecv([receiving, sending])))
 
     def barrier(self) -> Pending:
         here = self.device(torch.device("cpu"))

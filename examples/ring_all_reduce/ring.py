@@ -1,6 +1,6 @@
 """Ring all-reduce, written with sends and receives only.
 
-`torchrun --nproc-per-node 3 examples/ring_all_reduce/ring.py`, or `mpirun -n 3 python
+`torchrun --nproc-per-node 3 examples/ring_all_reduce/ring.py`, or `mpirun -n 3 python -m mpi4py
 examples/ring_all_reduce/ring.py`. Each of n processes sends 2 (n - 1) / n times its tensor: less than twice,
 however many there are. For real work use `all_reduce`, which is faster.
 
