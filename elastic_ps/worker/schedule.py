@@ -81,9 +81,13 @@ class _Scheduler:
 
     def state(self) -> dict[str, Any]:
         counts = {"steps": self.steps, "heeds": self.heeds, "heeded": self.heeded}
-        groups = self.scheduler.optimizer.param_groups if self._own else []
-        sets = [{key: plain(group[key], where=key) for key in _SCHEDULED if key in group} for group in groups]
-        return {**counts, "state": _plain(self.scheduler.state_dict()), "groups": sets}
+        groups = self.groups() if self._own else []
+        return {**counts, "state": _plain(self.scheduler.state_dict()), "groups": groups}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What it sets in the parameter groups of its optimizer, as it is now."""
+        groups = self.scheduler.optimizer.param_groups
+        return [{key: plain(group[key], where=key) for key in _SCHEDULED if key in group} for group in groups]
 
     def _heed_once(self, ended: Ended) -> None:
         """Let a ReduceLROnPlateau count one evaluation after each epoch, though each worker makes one.
@@ -162,7 +166,7 @@ class Schedule:
         self.evaluates = self._steps = False  # a scheduler by evaluations of epochs; by the job's progress
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
-        self._found: tuple[Mapping[str, Any], ...] = ()  # groups as the script has found them
+        self._found: Sequence[Mapping[str, Any]] = ()  # groups as the script has found them
         self._current: Settings = Settings(groups=())
         # What the state that the script has brought was made with.
         self._stepped = self.current() if has_state else None
@@ -196,6 +200,11 @@ class Schedule:
         self._steps |= interval is not None
         self._first = ModelDescription.settings(self._wrapped).groups
         if self._in_force is not None:
+            for stored in self._in_force.schedulers[len(self._schedulers) - 1 :][:1]:
+                ours, first = ({**each}.get("base_lrs") for each in (scheduler.state_dict(), stored["state"]))
+                if self._own and ours != first:
+                    text = "the job's scheduler began with the rates %s and goes on from them, not from %s"
+                    logger.warning(text, first, ours)
             self.take_over(self._in_force, keeps=False)
 
     def take_over(self, settings: Settings, *, keeps: bool = True) -> None:
@@ -216,8 +225,8 @@ class Schedule:
             _set(self._wrapped.param_groups, groups)
         goes_back = self._in_force is not None and settings.position < self._in_force.position
         for each, stored in zip_longest(self._schedulers, settings.schedulers[: len(self._schedulers)]):
-            behind = each.interval or each.heeds < (stored or {}).get("heeds", 0) + (not keeps)
-            if behind and (stored or goes_back or not self._own):
+            must_load = each.interval or each.heeds < (stored or {}).get("heeds", 0) + (not keeps)
+            if must_load and (stored or goes_back or not self._own):
                 each.load(stored)
         self._go_on(settings)
         for group, key, value in changed:
@@ -229,17 +238,24 @@ class Schedule:
         If the job goes back to a checkpoint, the script does not. So all of its values count as changed,
         except those that schedulers set by the job's progress.
         """
-        if self._in_force is None or self._own:
+        if self._in_force is None:
             return []
-        goes_back, own = settings.position < self._in_force.position, self.current()
-        behind = self.evaluates and own.heeds < settings.heeds
+        goes_back = settings.position < self._in_force.position
+        behind = self.evaluates and self.current().heeds < settings.heeds
         scheduled = _SCHEDULED if behind or (goes_back and self._steps) else ()
+        mine = self._schedulers[0].scheduler.optimizer if self._own and self._schedulers else self._wrapped
         return [
             (group, key, group[key])
-            for group, now, found in zip(self._wrapped.param_groups, own.groups, self._found, strict=False)
+            for group, now, found in zip(mine.param_groups, self._now(), self._found, strict=False)
             for key in now
             if key not in scheduled and (goes_back or now[key] != found.get(key))
         ]
+
+    def _now(self) -> Sequence[Mapping[str, Any]]:
+        """The hyperparameters that the script and its schedulers set, as they are now."""
+        if self._own and self._schedulers:
+            return self._schedulers[0].groups()
+        return ModelDescription.settings(self._wrapped).groups
 
     def step_made(self, sent: Settings, in_force: Settings) -> None:
         """A step was made with the settings `sent`; others may be in force. Raises as `take_over`."""
@@ -262,8 +278,8 @@ class Schedule:
         self._in_force, self._found = settings, settings.groups
         for each in self._schedulers:
             each.go_to(settings.position)
-        if self._steps or not settings.groups:
-            self._found = ModelDescription.settings(self._wrapped).groups
+        if self._own or self._steps or not settings.groups:
+            self._found = self._now()
 
 
 def _set(groups: Sequence[dict[str, Any]], to: Sequence[Mapping[str, Any]]) -> None:

@@ -589,6 +589,33 @@ def test_a_rate_that_one_worker_has_lowered_is_everyones(tmp_path: Path, gamma: 
             assert rate == pytest.approx((0.02 if version < 2 else 0.002) * gamma**version)
 
 
+def test_a_rate_that_a_worker_lowers_while_it_pauses_is_not_lost(tmp_path: Path) -> None:
+    """The others exchange values meanwhile, with the rate as it was."""
+    lasts = dict[int, tuple[int, float]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.9), interval="step")
+        scheduler = session.scheduler(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
+        for x, y in session.loader(Numbers(400), BATCH):
+            lasts[session.worker] = session.version, optimizer.param_groups[0]["lr"]
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.version == 2 and session.worker == 0 and not scheduler.last_epoch:
+                session.pause()
+                scheduler.step(1.0)
+                scheduler.step(1.0)
+                job.until(lambda: job.version >= 4, "the other worker goes on")
+
+    with running_job(tmp_path, consistency=local(4), data={"shardRecords": 16}) as job:
+        job.run(script, workers=2)
+    for version, rate in lasts.values():
+        assert version > 4
+        assert rate < 0.5 * 0.02 * 0.9**version
+
+
 def test_each_local_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
     seeds = list[int]()
 
