@@ -81,8 +81,9 @@ class Base:
             raise UsageError(
                 f"the script, or a forward, has changed {name}, which belongs to the base: no checkpoint and "
                 "no other worker would get the change. If it changes in training, call model.train() before "
-                "session.optimizer(...), or name it or its module there in averaged=[...]. If it must not "
-                "change, put its module into eval mode. If each worker has its own, name it in own=[...]"
+                "session.optimizer(...), accelerator.prepare(...) or fabric.setup(...). Or name it or its "
+                "module in averaged=[...] of session.optimizer, or in own=[...] if each worker has its own. "
+                "If it must not change, put its module into eval mode"
             )
 
 

@@ -51,10 +51,10 @@ _BY_HAND = (
     "accelerator.session.scheduler(scheduler, interval=...)"
 )
 _UNPREPARED = (
-    "there is a scheduler, but it is not prepared. So its step() counts this worker's own steps: with N "
-    "workers each comes to about 1/N of the schedule, and after --resume it begins anew. Call scheduler = "
-    "accelerator.prepare(scheduler); or accelerator.session.scheduler(scheduler, interval=...), and remove "
-    "scheduler.step()"
+    "there is a scheduler, but it is not prepared. So its step() counts this worker's own calls, and after "
+    "--resume it begins anew. If the script calls it for each batch, each of N workers makes about 1/N of "
+    "the steps: call scheduler = accelerator.prepare(scheduler). If it calls it for each epoch: call "
+    "accelerator.session.scheduler(scheduler, interval='epoch'), and remove scheduler.step()"
 )
 _HARMLESS = ("gradient_accumulation_plugin", "dynamo_plugin")
 _SHARDING = (
@@ -226,7 +226,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._elastic = self.session.optimizer(
             optimizer, models[-1], overlap=overlap, max_grad_norm=limit, base=self._base
         )
-        self._given = optimizer
+        self._torch_optimizer = optimizer
         self._elastic.register_step_pre_hook(self._check_step)
         self._elastic.register_step_post_hook(self._stepped)
         return super().prepare_optimizer(self._elastic, device_placement=False)
@@ -246,7 +246,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if counted and batches > self.batches_of_step:
             raise UsageError(_BY_HAND.format(batches=batches, steps=self.batches_of_step))
         if self._elastic is not None and not (self._local or self._elastic.scheduled or self._has_warned):
-            steps = [each.step for each in (self._given, *self._optimizers)]
+            steps = [each.step for each in (self._torch_optimizer, *self._optimizers)]
             if any(hasattr(step, "_wrapped_by_lr_sched") for step in steps):  # as torch marks them
                 logger.warning(_UNPREPARED)
                 self._has_warned = True

@@ -8,6 +8,7 @@ of it. `EpochLoader` brings the two together: what its loop 2 yields is of epoch
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,9 +29,9 @@ _NO_MORE = (
     "epoch. End the loop after this worker's last batch: use a for loop, or next(iterator, None)"
 )
 _LOOKED = (
-    "the script left its first loop over the training data after one batch and without backward(), as it "
-    "does with next(iter(loader)). That ends the training. To look at a batch, take it from the DataLoader "
-    "before it is prepared or set up"
+    "the script left its first loop over the training data without any backward(), as it does with "
+    "next(iter(loader)). That ends the training. To look at batches, take them from the DataLoader before it "
+    "is prepared or set up"
 )
 _LEFT = "the script left its loop over the training data"
 
@@ -214,9 +215,9 @@ class EpochLoader:
             ends: the script has ended, so it has left the epochs to come, too.
 
         Raises:
-            UsageError: the script has only looked at a batch before the job's first step.
+            UsageError: the script has only looked at batches before the job's first step.
         """
-        if self._has_looked and not (self._session.version or self._session.stopped):
+        if self._left_without_backward and not (self._session.version or self._session.stopped):
             raise UsageError(_LOOKED)
         if self._owes:
             self._owes = False
@@ -237,10 +238,11 @@ class EpochLoader:
             logger.warning("%s, so the training ends on all workers", _LEFT)
 
     @property
-    def _has_looked(self) -> bool:
-        """Whether the script has left its first loop after one batch, and computed nothing."""
+    def _left_without_backward(self) -> bool:
+        """Whether the script has left its first loop, and not by an error, before any backward()."""
         batches, left = self._loader.batches, self._running is not None and not self._owes
-        return left and self.begun == self.batches == 1 and bool(batches.undecided) and not batches.computed
+        never = batches.grouped is None and bool(batches.undecided)
+        return left and self.begun == 1 and never and sys.exception() is None
 
     def is_chief(self) -> bool:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""

@@ -184,9 +184,14 @@ class _InJob:
         log = logging.getLogger(Trainer.__module__)
         log.addFilter(needed := lambda record: _NO_SAMPLE not in record.getMessage())
         try:
-            return super().train(None, *args, **kwargs)  # type: ignore[misc]
+            given = (None, *args) if args else ()  # the script's own may take none
+            return super().train(*given, **kwargs)  # type: ignore[misc]
         finally:
             log.removeFilter(needed)
+
+    def _load_from_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Raises UsageError: `train` of the script's own has asked the Trainer's to resume."""
+        raise UsageError(_RESUME)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Raises UsageError: a job trains one model."""
@@ -344,7 +349,7 @@ class _OfTrainer(ElasticAccelerator):
         return self.training
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Like `ElasticAccelerator`'s. A base has no statistics that a model in training mode changes."""
+        """Like `ElasticAccelerator`'s. Statistics of modules in training mode belong to no base."""
         for model in self._models[-1:] if self._base else ():
             model.train()  # the Trainer does so only before its first forward
         return super().prepare_optimizer(*args, **kwargs)

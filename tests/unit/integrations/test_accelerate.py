@@ -529,14 +529,32 @@ def in_groups(accelerator: Any) -> None:
     optimizer.step()
 
 
-def looks(accelerator: Any) -> None:
-    """Takes a batch for its shape, and prints it."""
+def looks(accelerator: Any, *, at: int = 1) -> None:
+    """Takes batches for their shapes, and prints the last one."""
     model = make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
-    x, _ = next(iter(loader))
+    for number, (x, _) in enumerate(loader, start=1):  # noqa: B007
+        if number == at:
+            break
     if accelerator.is_main_process:
         accelerator.print(x.shape)
+
+
+def test_an_error_before_the_first_backward_stays_the_script_s(tmp_path: Path) -> None:
+    def failing(session: Session) -> None:
+        accelerator = elastic(session)
+        model = make_mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
+        try:
+            for _ in loader:
+                raise MemoryError("of the forward")
+        finally:
+            accelerator.print(accelerator.is_main_process)
+
+    with running_job(tmp_path) as job, pytest.raises(MemoryError, match="of the forward"):
+        job.run(failing, workers=1)
 
 
 def by_hand(accelerator: Any, *, steps: int = 1, clip: bool = False, schedule: bool = True) -> None:
@@ -603,6 +621,7 @@ REFUSED: dict[str, tuple[str, Refused]] = {
         lambda s: in_groups(elastic(s)),
     ),
     "a look": (r"with next\(iter\(loader\)\).*before it is prepared", lambda s: looks(elastic(s))),
+    "two looks": (r"with next\(iter\(loader\)\).*before it is prepared", lambda s: looks(elastic(s), at=2)),
     "epochs": (
         "loop 2 over the training data begins, but epochs=1 was given.*To read the data again",
         lambda s: script(ElasticAccelerator(epochs=1, session=s, cpu=True)),

@@ -422,6 +422,27 @@ class Overriding(Trainer):  # type: ignore[misc]
 class OverridingInJob(ElasticMixin, Trainer):  # type: ignore[misc]
     create_scheduler, training_step = Overriding.create_scheduler, Overriding.training_step
 
+    def train(self) -> Any:
+        """Takes no arguments."""
+        return super().train()
+
+
+class Resuming(ElasticMixin, Trainer):  # type: ignore[misc]
+    def train(self) -> Any:
+        """Resumes by itself."""
+        return super().train(resume_from_checkpoint=self.args.output_dir)
+
+
+def test_a_trainer_of_the_script_that_resumes_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        trainer = make(tmp_path, kind=Resuming, eval_strategy="no", given={"session": session})
+        trainer.save_model(str(tmp_path))
+        trainer.state.save_to_json(str(tmp_path / "trainer_state.json"))
+        trainer.train()
+
+    with running_job(tmp_path / "job") as job, pytest.raises(UsageError, match="--resume"):
+        job.run(script, workers=1)
+
 
 @pytest.mark.parametrize("kind", [Overriding, OverridingInJob])
 def test_the_methods_of_a_script_are_those_of_a_trainer_in_a_job(tmp_path: Path, kind: type[Any]) -> None:
