@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,9 @@ RETRY = timedelta(seconds=1)
 
 PATIENCE = timedelta(minutes=10)
 """How long the parameter server may be away."""
+
+UNREADABLE = timedelta(minutes=1)
+"""How long it may not be able to read a checkpoint, which is skipped then."""
 
 CALL_TIMEOUT = timedelta(seconds=60)
 """The deadline of a question."""
@@ -107,7 +111,7 @@ class JobSource:
         directory.mkdir()
 
         def fetch(name: str) -> None:
-            self._patiently(lambda: self._fetch_file(version, name, directory / name))
+            self._patiently(lambda: self._fetch_file(version, name, directory / name), unready=UNREADABLE)
 
         try:
             fetch(MANIFEST)
@@ -115,7 +119,7 @@ class JobSource:
                 fetch(file.file)
             self._store.manifest(version)  # which verifies all files
         except Refused as refusal:
-            if refusal.code is not RefusalCode.INVALID:
+            if refusal.code not in (RefusalCode.INVALID, RefusalCode.NOT_READY):
                 raise
             return str(refusal)
         except CheckpointCorrupt as error:
@@ -137,10 +141,15 @@ class JobSource:
         for path in self._store.directory.glob("version-*"):
             path.rmdir()
 
-    def _patiently(self, call: Callable[[], T]) -> T:
-        """Call until the parameter server answers. It may be away for a while, and start again."""
+    def _patiently(self, call: Callable[[], T], *, unready: timedelta = PATIENCE) -> T:
+        """Call until the parameter server answers. It may be away for a while, and start again.
+
+        Args:
+            unready: for how long it may answer "not yet".
+        """
+        answered = partial(retry, call, Refused, patience=unready, pause=RETRY)
         try:
-            return retry(call, (ConnectionLost, DeadlineExceeded, Refused), patience=PATIENCE, pause=RETRY)
+            return retry(answered, (ConnectionLost, DeadlineExceeded), patience=PATIENCE, pause=RETRY)
         except (ConnectionLost, DeadlineExceeded) as error:
             text = f"the parameter server has not answered for {PATIENCE.total_seconds():g} s: {error}"
             raise ConnectionLost(text) from error

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ import pytest
 import torch
 
 import elastic_ps
+from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.contrib.datasets import digits
 from elastic_ps.contrib.models import LeNet
+from elastic_ps.errors import StorageUnavailable
 from elastic_ps.evaluation import checkpoints as scripts
+from elastic_ps.evaluation import remote
 from elastic_ps.evaluation.decisions import Evaluation, Evaluations
 from elastic_ps.evaluation.remote import JobSource
 from elastic_ps.evaluation.results import FILE
@@ -165,6 +169,26 @@ def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path) -> None:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
         seen = [checkpoint.version for checkpoint in loop(job)]
         assert seen == [5, 15, 20, STEPS]
+        assert job.status().progress.evaluation.missed == 1
+
+
+def test_a_checkpoint_that_stays_unreadable_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoints"
+    describe = Store.describe
+
+    def failing(store: Store, version: int) -> Manifest:
+        if version == 10 and store.directory == directory:
+            raise StorageUnavailable("Stale file handle")
+        return describe(store, version)
+
+    with running_job(tmp_path, checkpoints=directory, **FIELDS) as job:
+        job.start(0, Trained(job))
+        job.join()
+        monkeypatch.setattr(Store, "describe", failing)  # no test has a disk that fails
+        monkeypatch.setattr(remote, "UNREADABLE", timedelta(seconds=2))
+        assert [checkpoint.version for checkpoint in loop(job)] == [5, 15, 20, STEPS]
         assert job.status().progress.evaluation.missed == 1
 
 
