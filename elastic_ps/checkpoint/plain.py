@@ -141,7 +141,7 @@ def _export_adapters(reader: Reader, values: Mapping[str, torch.Tensor], out: Pa
     found = peft.adapters(said, values) if said is not None else {}
     if not found:
         raise UserError(
-            f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}. A name without ending is "
+            f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}. A name without a dot is "
             "that of a directory for adapters, but the checkpoint has none: its job needs a model of Hugging "
             "Face's PEFT, and session.optimizer(..., base='external')"
         )
@@ -154,13 +154,15 @@ def _export_adapters(reader: Reader, values: Mapping[str, torch.Tensor], out: Pa
 
 def open_checkpoint(directory: Path, version: int | None) -> Reader:
     """A verified checkpoint; a warning tells if it is not the newest or holds NaN. Raises as above."""
-    if version is None and (directory / MANIFEST).is_file():
+    if (directory / MANIFEST).is_file():
         directory = directory.absolute()
-        if not directory.name.startswith("version-") or not directory.name[8:].isdecimal():
+        number = directory.name.removeprefix("version-")
+        if number == directory.name or not number.isdecimal():
             raise UserError(
                 f"{directory}: the name of a checkpoint's directory must be version-NUMBER, as it was written"
             )
-        directory, version = directory.parent, int(directory.name[8:])
+        if version in (None, int(number)):
+            directory, version = directory.parent, int(number)
     store = Store(directory)
     problems: list[str] = []
     for candidate in reversed(store.chosen(version)):

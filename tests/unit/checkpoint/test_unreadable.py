@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ps.checkpoint.plain import open_checkpoint
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointError, Fenced, StorageUnavailable
+from elastic_ps.errors import CheckpointError, Fenced, StorageUnavailable, UserError
 from tests.testing import machine
 from tests.testing.coordinator import finish, start, take
 from tests.testing.polling import eventually
@@ -165,5 +165,8 @@ def test_a_checkpoint_may_be_named_by_a_relative_path(
     store.next_term()
     write(store, 7)
     monkeypatch.chdir(store.path(7))
-    with open_checkpoint(Path(), None) as reader:
-        assert reader.manifest.version == 7
+    for version in (None, 7):
+        with open_checkpoint(Path(), version) as reader:
+            assert reader.manifest.version == 7
+    with pytest.raises(UserError, match="no checkpoint of version 8"):
+        open_checkpoint(Path(), 8)
