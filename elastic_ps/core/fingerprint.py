@@ -53,11 +53,16 @@ def differing(one: str, other: str) -> list[str]:
 
 def other_records(names: Sequence[str]) -> str:
     """The message for parts that differ, with what to do."""
-    if ORDER in names or SHUFFLE in names:
+    if ORDER in names:
         return (
-            "data.order, or block_sizes() of the data set, gives other blocks, or a DataLoader has another "
-            "shuffle, so records would be at other positions. All workers need the same blocks and shuffle, "
-            "and so does a job that continues from a checkpoint"
+            "data.order, or block_sizes() of the data set, gives other blocks, so records would be at other "
+            "positions. All workers need the same blocks, and so does a job that continues from a checkpoint"
+        )
+    if SHUFFLE in names:
+        return (
+            "the DataLoader's shuffle, or without a DataLoader data.shuffle, is another one, so records "
+            "would be at other positions. All workers need the same, and so does a job that continues from a "
+            "checkpoint"
         )
     return (
         f"the entries of {', '.join(names[:5])} differ, or are in another order. All processes of a job "

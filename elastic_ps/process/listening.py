@@ -43,16 +43,16 @@ def listen_address(host: str) -> ListenAddress:
     return ListenAddress(family, "" if everywhere else host, both)
 
 
-def address_towards(address: str, first: socket.AddressFamily | None = None) -> str:
+def address_towards(address: str, prefer: socket.AddressFamily | None = None) -> str:
     """The address of this host on the way to `host:port`. Nothing is sent.
 
     Blocks while the host's name is looked up. Its addresses are tried in the system's order, those of the
-    family `first` before others. Raises OSError if there is no route to any.
+    family `prefer` before others. Raises OSError if there is no route to any.
     """
     host, _, port = address.rpartition(":")
     infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
     problem = OSError(f"{host} has no address")
-    for family, kind, _, _, place in sorted(infos, key=lambda info: info[0] != first):
+    for family, kind, _, _, place in sorted(infos, key=lambda info: info[0] != prefer):
         try:
             with socket.socket(family, kind) as probe:
                 probe.connect(place)

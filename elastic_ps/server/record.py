@@ -117,7 +117,7 @@ class JobRecord(BaseModel):
         Args:
             change: why the term begins, if nothing was lost.
             all_reduce: the workers make the steps. The shards have the values of `version`.
-            shares: as many workers have shares of their own (`Consistency.fixed_workers`); None: any number.
+            shares: as many workers have fixed shares (`Consistency.fixed_workers`); None: not compared.
 
         Raises:
             InvalidJob: `data` has another order of records, so other ones would have been trained; or the
@@ -189,10 +189,10 @@ def _restored(
         )
     before = len(saved.get("shares", ()))
     if shares is not None and before != min(shares, saved["records"]):
-        such = f"deterministic: true and worker.replicas: {before}" if before else "deterministic: false"
+        such = f"deterministic: true and worker.replicas: {before}" if before else "no such shares"
         raise InvalidJob(
-            "with consistency.deterministic, each worker has its own share of the records, and the "
-            f"checkpoint was made with {such}; set the same to continue from it"
+            "with consistency.deterministic and without globalBatchSize, each worker has its own share of "
+            f"the records, and the checkpoint was made with {such}; set the same to continue from it"
         )
     kind = FixedSchedule if "shares" in saved else Ledger
     return kind.from_state(saved, shard_records=data.shard_records)

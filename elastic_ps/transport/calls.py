@@ -89,9 +89,8 @@ class Call(Generic[Q, A]):
             raise Malformed(f"not a {self.request.__name__}: {error}") from error
 
 
-ALL_OF_A_SHARD = timedelta(minutes=30)
-"""The time limit of a call that a shard answers with all it has. It would begin anew after that. A host that
-is gone is noticed much sooner."""
+WHOLE_SHARD_TIMEOUT = timedelta(minutes=30)
+"""The time limit of a call that a shard answers with all it has. A lost host is noticed much sooner."""
 
 _SHARDS = At.SHARD_ZERO | At.OTHER
 _ORDERED = At.OTHER | At.STANDBY
@@ -114,7 +113,7 @@ OPTIMIZER_STATE = Call(
     By.WORKER,
     _SHARDS,
     Sender.WORKER,
-    timeout=ALL_OF_A_SHARD,
+    timeout=WHOLE_SHARD_TIMEOUT,
 )
 
 JOIN = Call(pb.JoinRequest, pb.JoinReply, By.WORKER, At.SHARD_ZERO, Sender.WORKER, describes=True)
@@ -140,7 +139,7 @@ DECLARE_TENSOR = Call(pb.DeclareTensorRequest, pb.DeclareTensorReply, By.WORKER,
 PUT_TENSOR = Call(pb.PutTensorRequest, pb.PutTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
 PUSH_TENSOR = Call(pb.PushTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
 PULL_TENSOR = Call(
-    pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER, timeout=ALL_OF_A_SHARD
+    pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER, timeout=WHOLE_SHARD_TIMEOUT
 )
 FREE_TENSOR = Call(pb.FreeTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
 

@@ -95,13 +95,13 @@ class ElasticLoader:
             )
         if not is_count(epochs):
             raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")
-        shares = runtime.spec.worker.replicas if consistency.fixed_workers else 1
-        least = source.records // shares
+        shares = min(runtime.spec.worker.replicas, source.records) if consistency.fixed_workers else 1
+        least = source.records // max(1, shares)
         if source.drop_last and least < source.batch_size and not consistency.global_batch_size:
             raise UsageError(
                 f"drop_last is set, and {'a share of ' * (shares > 1)}the data set has {least} records, "
-                f"fewer than the {source.batch_size} of a batch, so no batch would be left. Leave drop_last "
-                "out, or make batches smaller"
+                f"fewer than the {source.batch_size} of a batch, so no batch would be left of it. Leave "
+                "drop_last out, or make batches smaller"
             )
         self._renew = not source.options.get("persistent_workers")
         self._placed = isinstance(source.readable, IndexedStream)

@@ -93,7 +93,7 @@ class ElasticOptimizer(_Wrapping):
     the next step on. Made by `Session.optimizer`. Not thread-safe: only the training thread may use it.
 
     If the session was given several optimizers, this stands for all, and `optimizers["critic"]` is one.
-    `scheduled` says whether the session steps a scheduler.
+    `scheduled` says whether `session.scheduler` was given one.
     """
 
     second_step = (  # what is said of it; an integration says it in the words of its library
@@ -270,7 +270,7 @@ class ElasticOptimizer(_Wrapping):
             self._stepping = False
 
     def check_scheduler(self, scheduler: LRScheduler) -> None:
-        """Note that the session steps a scheduler. Raise UsageError if it is one of another optimizer."""
+        """Note that the session was given a scheduler. Raise UsageError if it is one of another optimizer."""
         scheduled = getattr(scheduler, "optimizer", self).param_groups
         if not any(group is mine for group in scheduled for mine in self.param_groups):
             raise UsageError(

@@ -103,5 +103,5 @@ def test_a_directory_is_for_adapters(tmp_path: Path) -> None:
     with running_job(tmp_path, checkpoints=kept) as job:
         job.start(0, script)
         job.join()
-    with pytest.raises(UserError, match=r"name without ending is that of a directory for adapters"):
+    with pytest.raises(UserError, match=r"name without a dot is that of a directory for adapters"):
         export(kept, tmp_path / "out")
