@@ -54,6 +54,9 @@ def service(job: Mapping[str, Any], *, secured: bool = False) -> Manifest:
     annotations = {names.TLS_ANNOTATION: "true"} if secured else {}
     labels = names.labels(name) | names.SERVER_LABEL
     ports = [{"name": port, "port": number, "targetPort": number} for port, number in _PORTS.items()]
+    for port in ports:
+        if port["name"] != "http":  # Istio would take TLS on a port named grpc for HTTP/2
+            port["appProtocol"] = "tcp"
     return {
         "apiVersion": "v1",
         "kind": "Service",

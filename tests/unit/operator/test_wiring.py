@@ -40,3 +40,12 @@ def test_the_service_leads_to_servers_alone() -> None:
     assert {role for role, labels in pods.items() if selector <= labels.items()} == {"ps", "standby"}
     other = builders.pod(job_document("other"), spec, "ps", 0)["metadata"]["labels"]
     assert not selector <= other.items()
+
+
+def test_the_service_tells_a_mesh_that_ports_carry_tls() -> None:
+    ports = wiring.service(job_document())["spec"]["ports"]
+    assert {port["name"]: port.get("appProtocol") for port in ports} == {
+        "grpc": "tcp",
+        "data": "tcp",
+        "http": None,
+    }
