@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import re
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +61,23 @@ def documents(values: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     for name, text in render(values).items():
         if name.endswith(".yaml"):
             yield from (document for document in yaml.safe_load_all(text) if document)
+
+
+def test_metrics_of_jobs_keep_their_label() -> None:
+    (monitor,) = (each for each in documents(EVERYTHING) if each["kind"] == "PodMonitor")
+    first, second = monitor["spec"]["podMetricsEndpoints"][0]["metricRelabelings"]
+    assert (first["sourceLabels"], first["targetLabel"]) == (["exported_job"], "job")
+    assert (second["action"], second["regex"]) == ("labeldrop", "exported_job")
+
+
+def test_a_version_with_a_commit_is_a_valid_label(tmp_path: Path) -> None:
+    """Flux adds one to the version of a chart in a repository."""
+    shutil.copytree(CHART, tmp_path / "chart")
+    chart = tmp_path / "chart" / "Chart.yaml"
+    chart.write_text(re.sub("(?m)^version: .*$", "version: 0.1.0+53d9c5dffd49", chart.read_text()))
+    with Chart.load(tmp_path / "chart") as found:
+        texts = found.render(name="elastic-ps", namespace="default").values()
+    assert any("helm.sh/chart: elastic-ps-0.1.0_53d9c5dffd49" in text for text in texts)
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["default", "everything"])
