@@ -101,6 +101,8 @@ class Cluster:
         for action in actions:
             if isinstance(action, Create | Certify) and action.needs in missing:
                 continue
+            if isinstance(action, Create) and action.kind == "Pod" and "NetworkPolicy" in missing:
+                continue  # it would run without protection
             if isinstance(action, Create) and forbidden[action.kind, _role(action)] == _BROKEN_LIMIT:
                 continue
             try:
@@ -217,7 +219,8 @@ class Cluster:
         try:
             if self._authority is None:
                 raise UsageError(
-                    "the job uses TLS, but this operator was started without --tls-secret; set it"
+                    "the job uses TLS, but this operator was started without --tls-secret (tls.enabled of "
+                    "the chart); set it until the job has ended"
                 )
             issued = self._authority.issue(metadata["uid"], wanted, now=now, lifetime=action.lifetime)
             for manifest in secrets(job, action, issued):

@@ -347,6 +347,19 @@ def test_no_pod_is_made_while_it_is_not_known_whether_it_is_protected(
     assert "another" not in server.names("pods")
 
 
+def test_no_pod_is_made_without_a_policy_that_is_refused(server: ApiServer, operator: Operator) -> None:
+    """A quota, an admission policy or an object of another owner may stand in the way of it."""
+    job = server.add_job()
+    operator.turns()
+    made = server.get("pods", "digits-worker-0")
+    policy = {**made, "kind": "NetworkPolicy"}
+    server.refuse = refusing("POST", "networkpolicies", Refusal(403, "Forbidden", "exceeded quota: n=1"))
+    again = Create("Pod", "another", {**made, "metadata": {**made["metadata"], "name": "another"}}, "")
+    outcome = operator.cluster.execute(job, [Create("NetworkPolicy", "digits", policy, ""), again])
+    assert [problem.reason for problem in outcome.refusals] == ["QuotaExceeded"]
+    assert "another" not in server.names("pods")
+
+
 def test_a_webhook_that_fails_for_each_pod_is_not_waited_for_a_hundred_times(
     server: ApiServer, operator: Operator
 ) -> None:
