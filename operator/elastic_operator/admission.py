@@ -252,9 +252,9 @@ def _message(what: str, needs: str) -> str:
     """CEL: the sentence for a person whose job is refused."""
     before = f"a template may not hold {what} in the namespace "
     after = (
-        ": leave it out, or ask the administrator to permit it in the chart''s values, with "
+        ": leave it out, or ask the administrator to permit it in the chart\\'s values, with "
         "templatePermissions: {"
-    ).replace("''", "\\'")
+    )
     return f"'{before}' + request.namespace + '{after}' + request.namespace + ': {{{needs}}}}}'"
 
 

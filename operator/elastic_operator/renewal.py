@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from elastic_operator.desired import Desired, restart_of
+from elastic_operator.desired import Desired
 from elastic_operator.plan import Action, DeletePod, Observed
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import condition, holds, member_statuses, with_condition
+from elastic_operator.timing import asked_restart
 from elastic_ps.api.status import TrainingJobStatus, WorkerStatus
 
 MENDED = "it does not run, and its image or template has changed"
@@ -34,11 +35,7 @@ def is_corrected(status: TrainingJobStatus, generation: int | None) -> bool:
 
 def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetime) -> bool:
     """Whether somebody has asked for a restart after the job failed."""
-    completed = parse_time(status.completion_time)
-    try:
-        asked = restart_of(job)
-    except ValueError:
-        return False
+    completed, asked = parse_time(status.completion_time), asked_restart(job)
     return (
         holds(status, "Failed") and asked is not None and completed is not None and completed < asked <= now
     )
