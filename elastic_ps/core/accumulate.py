@@ -63,7 +63,7 @@ class AccumulateRounds(AskedRounds):
     # --- steps
 
     def _is_full(self, *, kept: int = 0) -> bool:
-        """Whether the wanted number of steps is done or being pushed.
+        """Return True if as many steps as wanted are done or being pushed.
 
         Args:
             kept: the number of places that are reserved for others.

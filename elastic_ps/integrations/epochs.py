@@ -239,7 +239,7 @@ class EpochLoader:
 
     @property
     def _left_without_backward(self) -> bool:
-        """Whether the script has left its first loop, and not by an error, before any backward()."""
+        """Return True if the script left its first loop without an error and without any backward()."""
         batches, left = self._loader.batches, self._running is not None and not self._owes
         never = batches.grouped is None and bool(batches.undecided)
         return left and self.begun == 1 and never and sys.exception() is None

@@ -155,8 +155,8 @@ class Schedule:
 
     Args:
         wrapped: the optimizer that the parameter server runs; its `param_groups` are what schedulers change.
-        own: schedulers change another optimizer, which runs on this worker. What they set there is sent with
-            their states.
+        own: schedulers change an optimizer that runs on this worker, and not `wrapped`. Their states are sent
+            with the values that they have set there.
         has_state: the optimizer begins with one, which was made with the hyperparameters as they are now.
     """
 
