@@ -110,7 +110,9 @@ class ElasticLoader:
             source.options["persistent_workers"] = True
         runtime.slices.least = LEAST if source.batch_size >= LEAST * runtime.slices.processes else 1
         self.batch_size, self.records = source.batch_size, source.records
-        self.epoch, self.dataset, self._source = 0, source.dataset, source
+        self.epoch = 0
+        self.dataset = source.dataset
+        self._source = source
         order = source.order.to_text() if source.order else ""
         data_id = fingerprint(source.dataset, source.records, order, shuffle=source.shuffle)
         self._data_set = DataSet(source.records, epochs, source.batch_size, data_id, order)

@@ -214,8 +214,10 @@ class ElasticOptimizer(_Wrapping):
             self._require_batch()
         if self._local is not None and not self._runtime.batches.lost:
             return self._local.step(closure, part)
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         if self._runtime.batches.lost:
             self._runtime.batches.stale = False
             self._gradients.drop_rows()

@@ -175,7 +175,8 @@ class Schedule:
         """Hyperparameters and scheduler states as they are now."""
         groups = ModelDescription.settings(self._wrapped).groups
         now = Settings(groups, tuple(each.state() for each in self._schedulers))
-        self._current = self._current if now == self._current else now  # its JSON may be known
+        if now != self._current:  # else its JSON is known already
+            self._current = now
         return self._current
 
     def joined(self, settings: Settings) -> None:
