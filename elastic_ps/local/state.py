@@ -165,9 +165,11 @@ class JobDirectory:
     def remove_old_checkpoints(self) -> Iterator[Path]:
         """Make room for one more run: delete the directories that are unused for the longest.
 
-        Yields each before it is deleted. A directory in use stays; with `--resume` another job may use it.
+        Yields each before it is deleted. Runs that have trained nothing are deleted first. A directory in use
+        stays; with `--resume` another job may use it.
         """
-        runs = sorted((path for path in self._runs() if not owner.in_use(path)), key=_last_written)
+        unused = (path for path in self._runs() if not owner.in_use(path))
+        runs = sorted(unused, key=lambda path: (bool(newest_checkpoint(path)), _last_written(path)))
         for path in runs[: -KEEP_RUNS + 1]:
             yield path
             shutil.rmtree(path, ignore_errors=True)

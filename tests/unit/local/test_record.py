@@ -232,6 +232,18 @@ def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_pa
     assert directory.new_checkpoints().name == "run-5"
 
 
+def test_runs_that_trained_nothing_do_not_displace_one_that_did(tmp_path: Path) -> None:
+    directory = JobDirectory("j", root=tmp_path)
+    runs = [directory.new_checkpoints() for _ in range(4)]
+    for run, version in ((runs[0], 7), (runs[1], 0)):
+        (run / f"version-{version:010}").mkdir()
+        (run / f"version-{version:010}" / "manifest.json").touch()
+        os.utime(run, (500, 500))
+    removed = [*directory.remove_old_checkpoints()]
+    assert len(removed) == 2
+    assert runs[0] not in removed
+
+
 @pytest.mark.parametrize("call", ["flock", "rmtree"])
 def test_a_directory_that_cannot_be_kept_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
