@@ -6,7 +6,6 @@ import argparse
 import json
 import random
 import shlex
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.text import Text
 
 from elastic_ps.api import manifest
 from elastic_ps.api.job import TrainingJob, load_job
+from elastic_ps.cli.run import signals_end_the_process
 from elastic_ps.drill.cluster import run_on_cluster
 from elastic_ps.drill.faults import Fault, Kind, schedule
 from elastic_ps.drill.report import build_report
@@ -44,6 +44,12 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
         raise UserError("--namespace is for a drill on a cluster; give --histories CLAIM, too")
     if parsed.report is not None:
         preflight.prepare_directory(parsed.report, option="--report")
+        history = parsed.report / "history"
+        if history.exists() and not (parsed.report / "drill.json").exists():
+            raise UserError(
+                f"--report {parsed.report}: a drill replaces {history}, which is not an earlier drill's, as "
+                "there is no drill.json beside it. Remove it, or name another directory"
+            )
     seed = random.SystemRandom().randrange(10_000) if parsed.seed is None else parsed.seed
     default = CLUSTER_DEFAULT if parsed.histories else DEFAULT
     kinds: Sequence[Kind] = parsed.faults or default
@@ -57,17 +63,18 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     def announce() -> None:
         tell(f"Seed {seed}: " + ", ".join(str(fault) for fault in faults))
 
-    if parsed.histories:
-        result = _on_cluster(parsed, job, faults, announce, tell)
-    else:
-        options = Options(programs=programs or Programs())
-        JobDirectory(job.name, root=options.root).refuse_if_running()
-        preflight.check_workers(job, ())
-        preflight.check_checkpoints(job, None)
-        preflight.check_entrypoint(job, options.programs)
-        announce()
-        history = parsed.report / "history" if parsed.report else None
-        result = run(job, faults, options=options, history=history, tell=tell)
+    with signals_end_the_process("the drill is not complete"):
+        if parsed.histories:
+            result = _on_cluster(parsed, job, faults, announce, tell)
+        else:
+            options = Options(programs=programs or Programs())
+            JobDirectory(job.name, root=options.root).refuse_if_running()
+            preflight.check_workers(job, ())
+            preflight.check_checkpoints(job, None)
+            preflight.check_entrypoint(job, options.programs)
+            announce()
+            history = parsed.report / "history" if parsed.report else None
+            result = run(job, faults, options=options, history=history, tell=tell)
     show(console, result)
     console.print(Text("Again: ", style="dim").append(command, style="not dim"), soft_wrap=True)
     if parsed.report is not None:
@@ -86,16 +93,16 @@ def _on_cluster(
     if job.spec.image is None:
         raise UserError(f"{parsed.job}: a job on a cluster needs spec.image")
     document = manifest.read(parsed.job.read_text(encoding="utf-8"))
-    document["spec"].setdefault("worker", {})["replicas"] = job.spec.worker.replicas
+    worker = document["spec"].get("worker") or {}
+    document["spec"]["worker"] = {**worker, "replicas": job.spec.worker.replicas}
     announce()
     with tempfile.TemporaryDirectory(prefix="elastic-ps-drill-") as temporary:
         history = parsed.report / "history" if parsed.report else Path(temporary)
-        shutil.rmtree(history, ignore_errors=True)
         return run_on_cluster(
             job,
             document,
             faults,
-            namespace=parsed.namespace,
+            namespace=parsed.namespace or document["metadata"].get("namespace"),
             claim=parsed.histories,
             history=history,
             tell=tell,

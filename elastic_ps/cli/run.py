@@ -128,7 +128,7 @@ def _run_job(
 
 
 def _check_and_run(job: TrainingJob, options: Options, parsed: argparse.Namespace) -> int:
-    with _signals_end_the_process():
+    with signals_end_the_process("nothing was started"):
         _check(job, options, parsed.report)
         launcher = Launcher(job, options)
     with launcher:
@@ -298,11 +298,11 @@ def _handled(handler: signal._HANDLER) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_end_the_process() -> Iterator[None]:
-    """Before anything runs: end by an exception, so that a check's process ends too."""
+def signals_end_the_process(so: str) -> Iterator[None]:
+    """End by an exception, so that what was started ends, too. `so` tells what that means."""
 
     def end(number: int, _frame: FrameType | None) -> None:
-        print(f"stopped by {signal.Signals(number).name}: nothing was started", file=sys.stderr)
+        print(f"stopped by {signal.Signals(number).name}: {so}", file=sys.stderr)
         raise SystemExit(128 + number)
 
     with _handled(end):

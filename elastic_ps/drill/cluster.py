@@ -91,13 +91,18 @@ def with_histories(document: Mapping[str, Any], *, claim: str, run: str) -> dict
     """The document with processes that write their histories to directory `run` of the claim; pure."""
     changed: dict[str, Any] = json.loads(json.dumps(document))
     for field, role in TEMPLATES.items():
-        template = changed["spec"].setdefault(field, {}).setdefault("template", {})
-        pod = template.setdefault("spec", {})
+        pod = _part(_part(_part(changed["spec"], field), "template"), "spec")
         _named(pod.setdefault("volumes", []), "histories")["persistentVolumeClaim"] = {"claimName": claim}
         process = _named(pod.setdefault("containers", []), CONTAINER[role])
         _named(process.setdefault("env", []), f"{PREFIX}HISTORY")["value"] = f"{MOUNT}/{run}"
         _named(process.setdefault("volumeMounts", []), "histories")["mountPath"] = MOUNT
     return changed
+
+
+def _part(document: dict[str, Any], key: str) -> dict[str, Any]:
+    """The value of a key, which may be missing or null."""
+    document[key] = part = document.get(key) or {}
+    return part
 
 
 def _named(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
@@ -241,6 +246,7 @@ def _fetch(kubectl: Kubectl, image: str, *, claim: str, run: str, into: Path) ->
                 why = kubectl("logs", name) if phase == "Failed" else f"it is {phase}"
                 raise UserError(f"pod {name} could not read the histories: {why}")
             time.sleep(LOOK.total_seconds())
+        shutil.rmtree(into, ignore_errors=True)
         unpack(kubectl("logs", name), into)
     finally:
         kubectl("delete", "pod", name, "--wait=false", "--ignore-not-found")

@@ -6,9 +6,10 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,9 @@ from elastic_ps.drill.wire import Wires
 from elastic_ps.local import JobDirectory, Launcher, Options
 
 LIMIT = timedelta(seconds=90)
+
+PROGRESS = timedelta(minutes=20)
+"""How long a job may make no progress, or have no pods, before a drill stops it."""
 
 
 def limit_of(job: TrainingJob) -> timedelta:
@@ -103,33 +107,34 @@ def run(
         tell: called with a line for each event.
         limit: how long a recovery may take before the job is stopped; None: as `limit_of`.
     """
-    own = Path(tempfile.mkdtemp(prefix="elastic-ps-drill-")) if history is None else None
-    directory = history or own
-    assert directory is not None
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("*.jsonl"):
-        old.unlink()
-    options = options or Options()
+    tell, options = tell or _silent, options or Options()
     checkpoints = JobDirectory(job.name, root=options.root).path / "drill"
-    with (
-        _disk(_with_checkpoints(job, checkpoints), faults) as (job_here, disk),
-        _wires(faults) as wires,
-        Launcher(
-            job_here,
-            replace(options, history=directory, route=wires.route if wires else None),
-        ) as launcher,
-    ):
-        launcher.start()
-        target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit or limit_of(job))
-        injections = train(target, faults, tell or _silent)
-        result = target.result()
-    drill = judge(job, result, injections, read(directory))
-    if drill.passed:
-        shutil.rmtree(checkpoints, ignore_errors=True)
-    if own is not None and drill.passed:
-        shutil.rmtree(own)
-    elif drill.violations and tell is not None:
-        tell(f"the histories are in {directory}")
+    with ExitStack() as stack:
+        if history is None:
+            history = Path(tempfile.mkdtemp(prefix="elastic-ps-drill-"))
+            stack.callback(shutil.rmtree, history)
+        history.mkdir(parents=True, exist_ok=True)
+        for old in history.glob("*.jsonl"):
+            old.unlink()
+        with (
+            _disk(_with_checkpoints(job, checkpoints), faults) as (job_here, disk),
+            _wires(faults) as wires,
+            Launcher(
+                job_here,
+                replace(options, history=history, route=wires.route if wires else None),
+            ) as launcher,
+        ):
+            shutil.rmtree(checkpoints, ignore_errors=True)  # no other drill of the job runs any more
+            launcher.start()
+            target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit or limit_of(job))
+            injections = train(target, faults, tell)
+            result = target.result()
+        drill = judge(job, result, injections, read(history))
+        if drill.passed:
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        else:
+            stack.pop_all()
+            tell(f"the histories are in {history}")
     return drill
 
 
@@ -137,14 +142,21 @@ def _silent(_text: str) -> None:
     """Ignore a line."""
 
 
-def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) -> list[Injection]:
-    """Inject the faults in sequence, and wait for the job's end. Blocks."""
+def train(
+    target: Target, faults: Sequence[Fault], tell: Callable[[str], None], *, patience: timedelta = PROGRESS
+) -> list[Injection]:
+    """Inject the faults in sequence, and wait for the job's end. Blocks.
+
+    The job is stopped if it does not recover, or makes no progress for as long as `patience` says.
+    """
     began = time.monotonic()
     injections: list[Injection] = []
     for fault in faults:
-        injections.append(_one(target, fault, began, tell))
-        if injections[-1].state == "not recovered":
-            target.stop(f"the job has not recovered from {fault}: {injections[-1].detail}")
+        injections.append(_one(target, fault, began, tell, patience))
+        last = injections[-1]
+        if last.state not in ("recovered", "unavailable") and not target.over():
+            what = "recovered from" if last.state == "not recovered" else "come to"
+            target.stop(f"the job has not {what} {fault}: {last.detail}")
     while not target.over(timedelta(seconds=1)):
         pass
     return injections
@@ -152,10 +164,8 @@ def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) 
 
 def _with_checkpoints(job: TrainingJob, directory: Path) -> TrainingJob:
     """The job, with a checkpoint directory for this drill if it names none, so that no run is displaced."""
-    shutil.rmtree(directory, ignore_errors=True)
     if job.spec.parameter_server.checkpoint.path is not None:
         return job
-    directory.mkdir(parents=True)
     changed = job.model_copy(deep=True)
     changed.spec.parameter_server.checkpoint.path = str(directory)
     return changed
@@ -193,14 +203,15 @@ def _wires(faults: Sequence[Fault]) -> Iterator[Wires | None]:
         wires.close()
 
 
-def _one(target: Target, fault: Fault, began: float, tell: Callable[[str], None]) -> Injection:
+def _one(
+    target: Target, fault: Fault, began: float, tell: Callable[[str], None], patience: timedelta
+) -> Injection:
     """Wait for a fault's time, inject it, and wait for the recovery."""
     target.struck = None
     state: State = "not injected"
     try:
-        target.until(
-            lambda: _percent(target) >= fault.at, f"{fault.at:.0f} % of the records", timedelta(hours=1)
-        )
+        while (percent := _percent(target)) < fault.at:
+            target.until(partial(_further, target, percent), f"progress to {fault.at:.0f} %", patience)
         detail, state = inflict(target, fault), "recovered"
     except Unavailable as error:
         detail, state = str(error), "unavailable"
@@ -218,6 +229,10 @@ def _one(target: Target, fault: Fault, began: float, tell: Callable[[str], None]
     took = f" after {injection.seconds:.1f} s" if injection.seconds is not None else ""
     tell(f"{now - began:7.1f} s  {fault}: {state}{took} ({detail})")
     return injection
+
+
+def _further(target: Target, percent: float) -> bool:
+    return _percent(target) > percent
 
 
 def _percent(target: Target) -> float:

@@ -435,6 +435,7 @@ BAD_INPUT = {
     "nothing to export": (["export", "nowhere", "out.pt"], {}, "nowhere: there is no such directory"),
     "a file to export": (["export", "job.yaml", "out.pt"], {}, "job.yaml: there is no such directory"),
     "a script to drill": (["drill", "script.py"], {}, "script.py is a script"),
+    "other histories": (["drill", "job.yaml", "--report", "."], {}, "which is not an earlier drill's"),
     "unknown job to stop": (["stop", "nobody"], {}, "no job 'nobody'"),
 }
 
@@ -443,6 +444,7 @@ BAD_INPUT = {
 def test_bad_input_starts_nothing(place: Place, elastic_ps_here: Here, case: str) -> None:
     arguments, spec, message = BAD_INPUT[case]
     (place.path / "broken.py").write_text("1 / 0\n")
+    (place.path / "history").mkdir()
     place.job(spec=spec, records=8)
     done = elastic_ps_here(*arguments)
     assert done.returncode == 2

@@ -6,11 +6,13 @@ from datetime import timedelta
 
 import pytest
 
-from elastic_ps.api.status import Progress
+from elastic_ps.api.status import Progress, ServerStatus
+from elastic_ps.contract.env import Role
 from elastic_ps.core.ledger import Range
+from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.history import Committed, Histories, Sent, StepId
-from elastic_ps.drill.runner import LIMIT, judge, limit_of
-from elastic_ps.drill.target import Result
+from elastic_ps.drill.runner import LIMIT, judge, limit_of, train
+from elastic_ps.drill.target import Result, Target
 from tests.testing.launching import make_job
 
 
@@ -33,3 +35,40 @@ def test_a_recovery_may_repeat_what_was_done_since_the_last_checkpoint() -> None
     for interval, seconds in (("30s", 60), ("5m", 600)):
         job = make_job(spec={"parameterServer": {"checkpoint": {"interval": interval}}})
         assert limit_of(job) == LIMIT + timedelta(seconds=seconds)
+
+
+class Pending(Target):
+    """A job whose pods fit on no node."""
+
+    workers = 2
+    stopped = ""
+
+    def server(self) -> ServerStatus | None:
+        return None
+
+    def process(self, role: Role, index: int) -> str:
+        raise AssertionError("it has none")
+
+    def kill(self, role: Role, index: int) -> None:
+        raise AssertionError("it has none")
+
+    def scale(self, workers: int) -> None:
+        raise AssertionError("nothing was injected")
+
+    def over(self, wait: timedelta = timedelta(0)) -> bool:
+        return bool(self.stopped)
+
+    def stop(self, why: str) -> None:
+        self.stopped = why
+
+    def result(self) -> Result:
+        return Result("j", "Suspended", "", self.stopped, timedelta(0), 0, None)
+
+
+def test_a_job_that_makes_no_progress_is_stopped() -> None:
+    target, lines = Pending(limit=LIMIT), list[str]()
+    faults = [Fault("kill-worker", at=5), Fault("kill-ps", at=50)]
+    injections = train(target, faults, lines.append, patience=timedelta(0))
+    assert [each.state for each in injections] == ["not injected"] * 2
+    assert target.stopped.startswith("the job has not come to kill-worker")
+    assert len(lines) == 2
