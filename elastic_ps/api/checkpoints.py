@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from elastic_ps.api import rules
 from elastic_ps.api.fields import CamelModel, Duration
@@ -99,7 +100,7 @@ _ONE_VOLUME = rules.Rule(
 class Checkpoint(Times):
     """When the parameter server writes its state to disk, and where."""
 
-    path: Annotated[str | None, rules.IGNORED] = Field(
+    path: Annotated[Annotated[str, AfterValidator(os.path.expanduser)] | None, rules.IGNORED] = Field(
         default=None,
         description="The directory for checkpoints of local runs. On a cluster, the volume is used instead.",
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn, get_args
 
 from elastic_ps.cli import train_flags
+from elastic_ps.cli.train_flags import path
 from elastic_ps.contract.schemes import Scheme
 from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
 from elastic_ps.version import __version__
@@ -160,7 +160,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run = commands.add_parser(
         "run", help="run a job on this machine", description=RUN, epilog=RUN_EXAMPLES, formatter_class=_Help
     )
-    run.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file, or a Python script")
+    run.add_argument("job", metavar="JOB", type=path, help="the job's YAML file, or a Python script")
     run.add_argument(
         "--workers",
         type=_number_of("workers"),
@@ -201,13 +201,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 def _add_running(run: argparse.ArgumentParser) -> None:
     """Add the options for running a job on this machine."""
     run.add_argument(
-        "--report", type=Path, metavar="DIR", help="write run.json and run.png into DIR at the end"
+        "--report", type=path, metavar="DIR", help="write run.json and run.png into DIR at the end"
     )
     run.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a Chrome trace of every process into FILE"
+        "--trace", type=path, metavar="FILE", help="write a Chrome trace of every process into FILE"
     )
     run.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue from the newest complete checkpoint in DIR"
+        "--resume", type=path, metavar="DIR", help="continue from the newest complete checkpoint in DIR"
     )
     run.add_argument(
         "--transport",
@@ -332,11 +332,11 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog=EXPORT_EXAMPLES,
         formatter_class=_Help,
     )
-    export.add_argument("directory", metavar="DIR", type=Path, help="a job's checkpoint directory")
+    export.add_argument("directory", metavar="DIR", type=path, help="a job's checkpoint directory")
     export.add_argument(
         "out",
         metavar="OUT",
-        type=Path,
+        type=path,
         help="the file to write, *.safetensors or *.pt, or a directory for adapters; replaced if it exists",
     )
     export.add_argument(
@@ -357,10 +357,10 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         epilog=EVALUATE_EXAMPLES,
         formatter_class=_Help,
     )
-    evaluate.add_argument("directory", metavar="DIR", type=Path, help="a job's checkpoint directory")
+    evaluate.add_argument("directory", metavar="DIR", type=path, help="a job's checkpoint directory")
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument(
-        "--job", type=Path, metavar="FILE", help="take the evaluator of this job's YAML file (spec.evaluator)"
+        "--job", type=path, metavar="FILE", help="take the evaluator of this job's YAML file (spec.evaluator)"
     )
     which.add_argument(
         "--entrypoint",
@@ -380,7 +380,7 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=f"faults:\n{faults}\n\n{DRILL_EXAMPLES}",
         formatter_class=_Help,
     )
-    drill.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file")
+    drill.add_argument("job", metavar="JOB", type=path, help="the job's YAML file")
     drill.add_argument("--seed", type=int, metavar="N", help="the schedule's seed (default: a random one)")
     drill.add_argument(
         "--faults",
@@ -393,7 +393,7 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--workers", type=_number_of("workers"), metavar="N", help="start N workers, whatever the file says"
     )
     drill.add_argument(
-        "--report", type=Path, metavar="DIR", help="write drill.json and the histories into DIR"
+        "--report", type=path, metavar="DIR", help="write drill.json and the histories into DIR"
     )
     cluster = drill.add_argument_group("on a Kubernetes cluster (through kubectl)")
     cluster.add_argument(
@@ -421,7 +421,7 @@ def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "hosts", metavar="HOST[:SLOTS]", nargs="*", help="a host, and how many ranks it may have"
     )
     hostfile.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="read the hosts from a file, one per line"
+        "--from", dest="source", type=path, metavar="FILE", help="read the hosts from a file, one per line"
     )
     hostfile.add_argument(
         "--slots",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from elastic_ps.contrib.zoo.catalog import DATA_SETS, TRAINED
@@ -125,7 +126,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="evaluate the checkpoints while the job trains, and keep the one with the best prec@1",
     )
-    job.add_argument("--train-dir", type=Path, metavar="DIR", help="the directory of the checkpoints")
+    job.add_argument("--train-dir", type=path, metavar="DIR", help="the directory of the checkpoints")
     job.add_argument(
         "--compress-grad",
         metavar="CODEC",
@@ -159,6 +160,11 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
         metavar="CLAIM",
         help="a PersistentVolumeClaim for the checkpoints (default: none; they are lost with the pods)",
     )
+
+
+def path(text: str) -> Path:
+    """A path. In `--report=~/out` the shell leaves the `~` to the program."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 (Path's raises for an unknown user)
 
 
 def _count(text: str) -> int:

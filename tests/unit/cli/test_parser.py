@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from elastic_ps.cli.parser import build_parser
@@ -22,3 +24,8 @@ def test_the_cause_comes_first(given: list[str], cause: str, capsys: pytest.Capt
         build_parser().parse_args(given)
     said = capsys.readouterr().err.splitlines()
     assert said == [f"error: {cause}", f"`elastic-ps {given[0]} --help` explains the arguments"]
+
+
+def test_a_path_may_begin_with_the_home_directory() -> None:
+    """A shell does not expand it after an equals sign."""
+    assert build_parser().parse_args(["run", "job.yaml", "--report=~/out"]).report == Path.home() / "out"
