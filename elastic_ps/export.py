@@ -19,13 +19,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m elastic_ps.export", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--version")
+    parser.add_argument("--version", type=_version)
     parsed = parser.parse_args(arguments)
     try:
-        best = parsed.version == "best"
-        wanted = (
-            evaluations.best_version(parsed.directory) if best else parsed.version and int(parsed.version)
-        )
+        given = parsed.version
+        wanted = evaluations.best_version(parsed.directory) if given == "best" else given
         with warnings.catch_warnings(record=True) as warned:
             version, tensors = export(
                 parsed.directory, parsed.out, version=wanted, beside=lambda reader: exported(reader.rows())
@@ -33,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticPSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -40,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"warning: {each.message}", file=sys.stderr)
     print(f"{parsed.out}: version {version}, {amount(tensors, 'tensor')}")
     return 0
+
+
+def _version(text: str) -> int | str:
+    return text if text == "best" else int(text)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The checkpoint directory is not changed, so its job may be running.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -131,7 +132,8 @@ def export(
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for all
             raise UserError(f"cannot write {out}: {error}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # that of writing is told
+                temporary.unlink()
         return reader.manifest.version, len(values)
 
 

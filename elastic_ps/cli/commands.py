@@ -98,13 +98,13 @@ def _carried_out(command: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
-        if not _is_of_state(str(error.filename)):
-            raise
-        print(
-            f"error: cannot read or write the state of jobs: {error.strerror}: {error.filename}. Set "
-            "XDG_STATE_HOME to a directory that can be read and written",
-            file=sys.stderr,
-        )
+        said = f"{error.strerror}: {error.filename}"
+        if _is_of_state(str(error.filename)):
+            said = (
+                f"cannot read or write the state of jobs: {said}. Set XDG_STATE_HOME to a directory that can "
+                "be read and written"
+            )
+        print(f"error: {said}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 

@@ -29,7 +29,11 @@ def job_of(path: Path, argv: Sequence[str]) -> TrainingJob:
         UserError: the file cannot be read, or is not Python; or this locale cannot encode its name or an
             argument.
     """
-    for text in (str(path.resolve()), *argv):
+    try:
+        whole, source = str(path.resolve()), path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the script {path}: {error.strerror}") from error
+    for text in (whole, *argv):
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -37,11 +41,9 @@ def job_of(path: Path, argv: Sequence[str]) -> TrainingJob:
                 f"this locale cannot encode {text!a}, so no process can receive it. Set LC_ALL=C.UTF-8"
             ) from error
     try:
-        compile(path.read_bytes(), str(path), "exec")
-    except OSError as error:
-        raise UserError(f"cannot read the script {path}: {error.strerror}") from error
+        compile(source, str(path), "exec")
     except (SyntaxError, ValueError) as error:
         raise UserError(f"the script {path} is not Python: {error}") from error
-    spec = {"entrypoint": ENTRYPOINT, "arguments": {"path": str(path.resolve()), "argv": list(argv)}}
+    spec = {"entrypoint": ENTRYPOINT, "arguments": {"path": whole, "argv": list(argv)}}
     document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name_of(path)}, "spec": spec}
     return parse_job(document, source=str(path))

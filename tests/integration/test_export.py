@@ -200,6 +200,10 @@ def test_export_says_what_is_wrong(
             directory, str(tmp_path / "absent" / name)
         )
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert f"error: cannot write {tmp_path}/file/model.pt: " in export(
+        directory, str(tmp_path / "file" / "model.pt")
+    )
 
 
 def test_an_interrupted_export_leaves_what_was_there(

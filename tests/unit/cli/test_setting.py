@@ -31,6 +31,7 @@ def test_any_field_can_be_given_beside_those_of_the_file() -> None:
     given = [
         "consistency.maxStaleness=8",
         "spec.parameterServer.checkpoint.interval=5m",
+        "parameterServer.checkpoint.path=~/kept",
         "arguments.lr=1e-3",
         "arguments.sizes=[8, 16]",
         "worker.maxReplicas=",
@@ -41,6 +42,7 @@ def test_any_field_can_be_given_beside_those_of_the_file() -> None:
     assert changed.spec.arguments == {"lr": 0.001, "sizes": [8, 16]}
     assert changed.spec.consistency.max_staleness == 8
     assert changed.spec.parameter_server.checkpoint.interval.total_seconds() == 300
+    assert changed.spec.parameter_server.checkpoint.path == str(Path.home() / "kept")
     assert (changed.spec.worker.replicas, changed.spec.worker.max_replicas) == (2, None)
     assert changed.spec.entrypoint == "a:b"
 
@@ -51,6 +53,14 @@ def test_a_script_needs_no_file_for_its_fields(tmp_path: Path) -> None:
     changed = with_fields(script.job_of(path, ["--lr", "1"]), ["consistency.globalBatchSize=512"])
     assert changed.spec.consistency.global_batch_size == 512
     assert changed.spec.arguments["argv"] == ["--lr", "1"]
+
+
+def test_a_directory_that_was_removed_has_no_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    with pytest.raises(UserError, match="cannot read the script train.py: No such file"):
+        script.job_of(Path("train.py"), [])
 
 
 @pytest.mark.parametrize(
