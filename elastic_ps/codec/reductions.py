@@ -72,11 +72,11 @@ def _add_to_mean(total: torch.Tensor, value: torch.Tensor, share: float, _rest: 
 
 
 def _join_means(own: torch.Tensor, _weight: float, others: Weighed) -> None:
-    """If all are equal, no bit changes."""
+    """Equal values stay as they are to the bit, infinite ones, too."""
     base = own.clone()
     for other, share in others:
         if share:
-            own.add_(other - base, alpha=share)
+            own.add_((other - base).masked_fill_(other == base, 0), alpha=share)
 
 
 def _by_twos(
