@@ -135,7 +135,7 @@ class Gradients:
 
     def _hook(self, index: int) -> None:
         def computed(parameter: torch.Tensor) -> None:
-            if self._made(index) and self._overlap and self._synchronise:
+            if self._made(index) and self._overlap and self._synchronise and self._runtime.batches.computed:
                 self._take(index, parameter, lend=self._lend)
 
         parameter = self._flat.tensors[index]

@@ -246,18 +246,40 @@ def test_a_loop_after_the_training_was_stopped_is_refused(tmp_path: Path) -> Non
 def test_a_batch_from_elsewhere_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model, data = make_mlp(), Numbers(40)
-        session.optimizer(sgd(model), model)
+        optimizer = session.optimizer(sgd(model), model)
         mse(model, data.x, data.y).backward()
+        optimizer.step()
 
     failing(tmp_path, script, UsageError, "session.loader")
+
+
+def test_a_backward_without_a_step_needs_no_batch(tmp_path: Path) -> None:
+    """As for saliency maps, or adversarial examples of an evaluation, while training and afterwards."""
+
+    def script(session: Session) -> None:
+        model, data = make_mlp(), Numbers(40)
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mse(model, data.x, data.y).backward()
+        mse(model, data.x, data.y).backward()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == 40
 
 
 def test_a_batch_whose_iterator_is_gone_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
-        session.optimizer(sgd(model), model)
+        optimizer = session.optimizer(sgd(model), model)
         x, y = next(iter(session.loader(Numbers(40), 4)))
         mse(model, x, y).backward()
+        optimizer.step()
 
     failing(tmp_path, script, UsageError, "keep the iterator")
 
