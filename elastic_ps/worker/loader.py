@@ -243,6 +243,7 @@ class ElasticLoader:
                 self.epoch = ranges[0].epoch
                 runtime.begin_batch(ranges)
                 yield batch
+                runtime.skip_dropped()
                 self._check_length()
                 runtime.records.leave_if_asked()
                 if runtime.stopped:

@@ -373,6 +373,11 @@ class Runtime(Membership):
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
 
+    def skip_dropped(self) -> None:
+        """Skip the step under way if the script has dropped its gradients, and asks for the next batch."""
+        if self.working.state is State.PUSHING and self.world.alone and not self.gradients.may_make_a_step:
+            self.skip()
+
     def _settle_by_hand(self) -> None:
         if self.batches.undecided and self.gradients.set_by_hand():
             self.batches.compute_all()
