@@ -36,6 +36,12 @@ _SCALED_ROWS = (
     "without a GradScaler, as with torch.autocast in bfloat16 or float32"
 )
 
+_UNSCHEDULED = (
+    "the script steps a scheduler itself, so it counts this worker's steps: of N workers each makes about "
+    "1/N of them, and after --resume it begins anew. Call session.scheduler(scheduler, interval=...), and "
+    "remove scheduler.step()"
+)
+
 _STATE = "the optimizer's state is on the parameter server: state_dict() fetches it; it cannot be changed"
 
 _ASSIGNED_ROWS = (
@@ -93,7 +99,7 @@ class ElasticOptimizer(_Wrapping):
     the next step on. Made by `Session.optimizer`. Not thread-safe: only the training thread may use it.
 
     If the session was given several optimizers, this stands for all, and `optimizers["critic"]` is one.
-    `scheduled` says whether `session.scheduler` was given one.
+    `scheduled` says whether `session.scheduler` was given one, or the script was told to.
     """
 
     second_step = (  # what is said of it; an integration says it in the words of its library
@@ -212,6 +218,11 @@ class ElasticOptimizer(_Wrapping):
             raise UsageError(OTHER_GROUPS)
         if self._parts:
             self._require_batch()
+        if not (self._runtime.steps or self.scheduled or self._local):
+            steps = [each.step for each in (self, *self._parts.values(), *parts_of(self._wrapped))]
+            self.scheduled = any(hasattr(step, "_wrapped_by_lr_sched") for step in steps)  # marked by torch
+            if self.scheduled:
+                logger.warning(_UNSCHEDULED)
         if self._local is not None and not self._runtime.batches.lost:
             return self._local.step(closure, part)
         loss = None
