@@ -20,13 +20,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Frame, Incoming
 from elastic_ps.transport.calls import answers
-from elastic_ps.transport.convert import (
-    fields,
-    from_message,
-    run_to_message,
-    settings_from_message,
-    to_message,
-)
+from elastic_ps.transport.convert import fields, from_message, settings_from_message, to_message
 
 
 class ShardService:
@@ -198,7 +192,7 @@ def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:
         version = pulled.version, pulled.draft
         bucket = shard.bucket(pulled.bucket)
         packed = shard.encoder.encode(bucket, pulled.data, version, copied=pulled.copied)
-    run = None if packed is None else run_to_message(packed)
+    run = None if packed is None else to_message(pb.Run, packed)
     delta = None if pulled.delta is None else pulled.delta.version
     reply = to_message(pb.PullReply, pulled, encoded=run, delta=delta)
     return reply, pulled.data if packed is None else packed.body[0]

@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from elastic_ps.api.mutable import MutableFields, read_mutable
-from elastic_ps.codec.base import Packed
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, divided
 from elastic_ps.core.settings import Settings, read_settings
@@ -175,14 +174,6 @@ def ranges_to_message(ranges: Iterable[Range]) -> list[pb.Range]:
 
 def ranges_from_message(messages: Sequence[pb.Range]) -> tuple[Range, ...]:
     return tuple(Range(m.epoch, m.start, m.stop) for m in messages)
-
-
-def run_to_message(packed: Packed) -> pb.Run:
-    return to_message(pb.Run, packed)
-
-
-def run_from_message(message: pb.Run) -> Packed:
-    return from_message(Packed, message)
 
 
 def settings_from_message(text: str) -> Settings:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from elastic_ps.codec import NONE, as_bytes, dtype_of
-from elastic_ps.codec.base import Codec, Sparse, few, unpack
+from elastic_ps.codec.base import Codec, Packed, Sparse, few, unpack
 from elastic_ps.codec.changes import FewChanges, follow
 from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.plan import Plan
@@ -26,7 +26,7 @@ from elastic_ps.errors import Malformed
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.convert import run_from_message
+from elastic_ps.transport.convert import from_message
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
 
@@ -169,7 +169,7 @@ class Values:
                 changes = self._change(codec, bucket, reply, body, into)
             else:
                 with self._decoding(bucket):
-                    (encoded,) = unpack([run_from_message(reply.encoded)], body)
+                    (encoded,) = unpack([from_message(Packed, reply.encoded)], body)
                     codec.decode(encoded, target)
             ended = time.monotonic_ns()
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
@@ -218,7 +218,7 @@ class Values:
                 into.copy_(values)
             return None
         with self._decoding(bucket):
-            (encoded,) = unpack([run_from_message(reply.encoded)], body)
+            (encoded,) = unpack([from_message(Packed, reply.encoded)], body)
             if (sent := few(codec, encoded, bucket.elements)) is None:
                 decoded = self._decoded[bucket.shard].tensor(bucket.elements, torch.float32)
                 codec.decode(encoded, decoded)

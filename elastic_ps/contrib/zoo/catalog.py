@@ -111,25 +111,15 @@ class DataSet:
         return place
 
 
-def _resnet(depth: int) -> Network:
-    return Network(
-        name=f"ResNet{depth}",
-        kind="image",
-        place="elastic_ps.contrib.models.resnet:ResNet",
-        options={"depth": depth},
-    )
-
-
-def _vgg(depth: int) -> Network:
-    return Network(
-        name=f"VGG{depth}", kind="image", place="elastic_ps.contrib.models.vgg:VGG", options={"depth": depth}
-    )
+def _of_depth(kind: str, depth: int) -> Network:
+    place = f"elastic_ps.contrib.models.{kind.lower()}:{kind}"
+    return Network(name=f"{kind}{depth}", kind="image", place=place, options={"depth": depth})
 
 
 NETWORKS: Sequence[Network] = (
     Network(name="LeNet", kind="image", place="elastic_ps.contrib.models.lenet:LeNet"),
-    *map(_resnet, (18, 32, 34, 50, 101, 110, 152)),
-    *map(_vgg, (11, 13, 16, 19)),
+    *(_of_depth("ResNet", depth) for depth in (18, 32, 34, 50, 101, 110, 152)),
+    *(_of_depth("VGG", depth) for depth in (11, 13, 16, 19)),
     Network(name="GPT", kind="text", place="elastic_ps.contrib.models.gpt:GPT"),
     Network(name="WideDeep", kind="table", place="elastic_ps.contrib.models.tables:WideDeep"),
     Network(name="DeepFM", kind="table", place="elastic_ps.contrib.models.tables:DeepFM"),

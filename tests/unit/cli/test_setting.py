@@ -59,7 +59,7 @@ def test_a_directory_that_was_removed_has_no_script(tmp_path: Path, monkeypatch:
     (tmp_path / "removed").mkdir()
     monkeypatch.chdir(tmp_path / "removed")
     (tmp_path / "removed").rmdir()
-    with pytest.raises(UserError, match="cannot read the script train.py: No such file"):
+    with pytest.raises(UserError, match=r"cannot read the script train\.py: No such file"):
         script.job_of(Path("train.py"), [])
 
 
