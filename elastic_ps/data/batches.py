@@ -242,6 +242,10 @@ class Batches:
         self._computed = []
         return records
 
+    def drop_computed(self) -> None:
+        """Forget the batches of a step that is not made: they go to others."""
+        self._computed = []
+
     def skip(self) -> int:
         """Skip all batches in hand; returns how many records they have."""
         self.stale = False

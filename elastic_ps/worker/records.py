@@ -152,6 +152,7 @@ class Records:
             self._world.decide("the next batch", lambda: None)
             self._stopped.heed()
         if self._member.draining and not self._member.working.in_step:
+            self._batches.drop_computed()
             self._member.exchange_steps()
             self._close()
             raise Drained

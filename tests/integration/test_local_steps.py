@@ -308,8 +308,9 @@ def test_a_worker_that_dies_loses_what_it_has_trained_since_its_last_exchange(
     assert (1, "lost") in states
 
 
-def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -> None:
-    """The records of its three local steps count, as its own."""
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path, accumulated: int) -> None:
+    """The records of its three local steps count, as its own, but not those of a step that it has begun."""
     data, left = Indexes(40), threading.Event()
 
     def script(session: Session) -> None:
@@ -318,11 +319,12 @@ def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -
         for number, batch in enumerate(session.loader(data, 2)):
             if session.worker == 0:
                 eventually(left.is_set, "worker 1 has left")
-            optimizer.zero_grad()
             model(batch).backward()
-            if session.worker == 1 and number == 2:
+            if session.worker == 1 and number == (2 if accumulated == 1 else 6):
                 session.drain()
-            optimizer.step()
+            if (number + 1) % accumulated == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         finals.append(model.weight.detach().clone())
 
     finals = list[torch.Tensor]()
@@ -333,7 +335,7 @@ def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -
         commits = job.commits()
         job.start(0, script)
         job.join()
-    assert [c["samples"] for commit in commits for c in commit["contributions"]] == [6]
+    assert [c["samples"] for commit in commits for c in commit["contributions"]] == [6 * accumulated]
     assert [w.tolist() for w in finals] == [[-1.0] * 40]
 
 
@@ -446,7 +448,11 @@ def test_skipped_batches_and_steps_of_several_batches(tmp_path: Path) -> None:
     assert [c["samples"] for commit in commits for c in commit["contributions"]] == [16, 16, 8]
 
 
-def test_a_worker_goes_on_from_the_jobs_values_after_an_exchange_that_is_not_finite(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_worker_goes_on_from_the_jobs_values_after_an_exchange_that_is_not_finite(
+    tmp_path: Path, overlap: int
+) -> None:
+    """The records of the exchange are skipped."""
     refused: list[int] = []
 
     def script(session: Session) -> None:
@@ -461,9 +467,9 @@ def test_a_worker_goes_on_from_the_jobs_values_after_an_exchange_that_is_not_fin
                 refused.append(number)
         assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
-    commits = alone(tmp_path, script, consistency=local(2, "average"))
+    commits = alone(tmp_path, script, consistency=local(2, "average", overlap=overlap))
     assert [c["samples"] for commit in commits for c in commit["contributions"]] == [8, 8, 8]
-    assert refused == [1]
+    assert refused == [1 + overlap]
 
 
 # --- what stays with the worker
