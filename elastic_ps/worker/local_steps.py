@@ -299,8 +299,10 @@ class LocalSteps:
             finally:
                 self.cancel()
             self._take_over()
-        except BaseException:  # some of the model may be of another version than what was pulled
+        except BaseException as error:  # some of the model may be of another version than what was pulled
             runtime.leave_step()
+            if isinstance(error, Refused) and error.code is RefusalCode.NOT_FINITE:
+                runtime.batches.leave_out(started.ranges)
             raise
         self._before.clear()
         self._flat.publish(excluded={bucket.index for bucket in self._flat.layout.pushed})
@@ -310,9 +312,9 @@ class LocalSteps:
         """End the exchange that has begun, without waiting for the version."""
         runtime = self._runtime
         step, ending, settings = runtime.ending()
+        about = step.number, runtime.batches.computed, runtime.version, runtime.made
         runtime.batches.step_made()
-        version, made = runtime.version, runtime.made
-        self.started = Started(runtime.strategy.start(ending), settings, step.number, version, made)
+        self.started = Started(runtime.strategy.start(ending), settings, *about)
         runtime.working.note(Event.START)
 
     def cancel(self) -> None:

@@ -19,6 +19,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.plan import Plan
+from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Made, Settings
 from elastic_ps.errors import UsageError
@@ -246,13 +247,14 @@ class Started(NamedTuple):
 
     Attributes:
         settings: the hyperparameters that it ends with.
-        number: of its step.
+        number, ranges: of its step, and the records of that.
         version, made: what the model has meanwhile, and what that was made of.
     """
 
     future: Future
     settings: Settings
     number: int
+    ranges: Sequence[Range]
     version: int
     made: Made
 
