@@ -27,6 +27,7 @@ from elastic_ps.integrations.accelerate import ElasticAccelerator
 from elastic_ps.integrations.epochs import OpenEpochs
 from elastic_ps.integrations.processes import as_only_process, is_one_of_several, own_gpu
 from elastic_ps.integrations.transformers_best import Best
+from elastic_ps.integrations.transformers_checks import check
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 
@@ -127,7 +128,7 @@ class ElasticMixin:
 class _InJob:
     """What a trainer does otherwise in a job. It is in front of the trainer's class."""
 
-    _uploads = False  # it is the chief, and uploads at the moment
+    _trained = False
     _saved_at: int | None = None  # the steps in the Trainer's checkpoint, where this worker writes it
 
     def join_job(
@@ -139,7 +140,7 @@ class _InJob:
         base: Literal["external"] | None = None,
     ) -> None:
         """Belong to this session; see `prepare_trainer`, which raises the same."""
-        _check(self, session)
+        check(self, session, own=_InJob)
         self.session, self.best_of_job = session, Best(self, session)
         self.group = 0
         self._skips = self._counts = self._has_warned = False
@@ -164,11 +165,12 @@ class _InJob:
     # Where the work is.
 
     def is_world_process_zero(self: Any) -> bool:
-        """Return whether this worker logs and shows progress: worker 0, or the chief in `push_to_hub`."""
-        return self._uploads or bool(self.accelerator.is_local_main_process)
+        """Return whether this worker logs: worker 0, but after the training the chief, which also saves."""
+        of = self.accelerator
+        return bool(of.is_main_process if self._trained else of.is_local_main_process)
 
     def is_local_process_zero(self: Any) -> bool:
-        """Like `is_world_process_zero`."""
+        """Return whether this worker shows progress: worker 0."""
         return bool(self.accelerator.is_local_main_process)
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +187,9 @@ class _InJob:
         log.addFilter(needed := lambda record: _NO_SAMPLE not in record.getMessage())
         try:
             given = (None, *args) if args else ()  # the script's own may take none
-            return super().train(*given, **kwargs)  # type: ignore[misc]
+            result = super().train(*given, **kwargs)  # type: ignore[misc]
+            self._trained = True
+            return result
         finally:
             log.removeFilter(needed)
 
@@ -311,11 +315,9 @@ class _InJob:
 
     def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Like `save_model`; None on other workers."""
-        self._uploads = self.accelerator.is_main_process
-        try:
-            return super().push_to_hub(*args, **kwargs) if self._uploads else None  # type: ignore[misc]
-        finally:
-            self._uploads = False
+        if not self.accelerator.is_main_process:
+            return None
+        return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
 
 
 class _OfTrainer(ElasticAccelerator):
@@ -460,13 +462,16 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._saved = self._evaluated = -1  # the versions that were the last to be so
+        self._begun = False
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         state.num_train_epochs = math.ceil(args.num_train_epochs)
-        self._trainer.best_of_job.take_over()
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Take a share of all steps, as the arguments may give, for one of this worker's steps."""
+        if not self._begun:  # an evaluation before, as by `eval_on_start`, is not the job's
+            self._begun = True
+            self._trainer.best_of_job.take_over()
         for name in ("logging_steps", "eval_steps", "save_steps"):
             share = getattr(args, name)
             if share and share < 1:
@@ -517,84 +522,3 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
 def _is_due(state: Any, every: int | None) -> bool:
     return bool(every) and state.global_step % every == 0
-
-
-def _check(trainer: Any, session: Session) -> None:
-    """Raises UsageError: what the trainer is set up for cannot work in this job."""
-    args, kind = trainer.args, type(trainer).__name__
-    sampling = args.train_sampling_strategy
-    whole = float(args.num_train_epochs).is_integer() or args.max_steps > 0
-    steps_here = session.spec.consistency.mode == "local"
-    with_standby = session.spec.parameter_server.durability == "standby" and not steps_here
-    problems: list[tuple[bool, str]] = [
-        (
-            args.world_size > 1 or args.parallel_mode.value in ("distributed", "tpu"),
-            "another launcher has started this process as one of several. In a job each worker uses "
-            "transformers alone, and the job adds up gradients: start the script with `elastic-ps run SCRIPT "
-            "--workers N`. With worker.processes, make the trainer of a class (ElasticMixin, Trainer)",
-        ),
-        (
-            args.n_gpu > 1,
-            f"the Trainer would divide a batch among {args.n_gpu} GPUs itself. Give each worker one with "
-            "CUDA_VISIBLE_DEVICES, or start a process for each with worker.processes",
-        ),
-        (
-            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
-            "DeepSpeed and FSDP divide the model, but each worker of a job holds the whole model. Leave out "
-            "deepspeed and fsdp",
-        ),
-        (
-            sampling not in ("random", "sequential"),
-            f"train_sampling_strategy is {sampling!r}, which chooses records itself, but a job trains every "
-            "record once in each epoch. Leave it out, or sort the data set by length and set 'sequential'",
-        ),
-        (
-            args.auto_find_batch_size,
-            "auto_find_batch_size restarts the training, which a job does not allow. Leave it out, and set "
-            "per_device_train_batch_size",
-        ),
-        (
-            not whole,
-            f"num_train_epochs is {args.num_train_epochs}, but a job counts whole epochs. Set a whole "
-            "number, or max_steps",
-        ),
-        (
-            args.load_best_model_at_end,
-            "load_best_model_at_end needs the checkpoints of one process. Leave it out, and let an evaluator "
-            "keep the best checkpoint, see docs/guides/evaluator.md",
-        ),
-        (
-            args.push_to_hub,
-            "push_to_hub uploads what worker 0 has, but another worker may have saved the model. Leave it "
-            "out, and call trainer.push_to_hub() after the training",
-        ),
-        (
-            with_standby and args.max_grad_norm > 0,
-            f"max_grad_norm is {args.max_grad_norm} (its default is 1.0), but parameterServer.durability: "
-            "standby does not allow clipping. Use TrainingArguments(max_grad_norm=0), or set "
-            "parameterServer.durability: checkpoint",
-        ),
-        (
-            str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "greedy",
-            "lr_scheduler_type is greedy, which steps by the loss of one process. Use another schedule",
-        ),
-        (
-            getattr(args, "sync_ref_model", False),
-            "sync_ref_model changes the reference model by each worker's own count of steps, so the workers "
-            "would have different ones. Leave it out",
-        ),
-        (
-            _own_loader(trainer),
-            f"{kind} has a get_train_dataloader of its own, so the job would not know which records are in "
-            "a batch. Use a trainer without one, such as SFTTrainer, DPOTrainer or RewardTrainer of TRL",
-        ),
-    ]
-    for given, said in problems:
-        if given:
-            raise UsageError(said)
-
-
-def _own_loader(trainer: Any) -> bool:
-    """Whether its class replaces what gives the Trainer its batches."""
-    kinds = (kind for kind in type(trainer).__mro__ if kind not in (_InJob, Trainer))
-    return any("get_train_dataloader" in vars(kind) for kind in kinds)

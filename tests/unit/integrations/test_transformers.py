@@ -702,6 +702,7 @@ def test_the_limit_of_gradients_that_is_usual_is_refused_with_a_standby(tmp_path
 # and the others need packages, GPUs or other processes.
 SET_LATER: dict[str, tuple[str, object]] = {
     "args.push_to_hub": (r"call trainer\.push_to_hub\(\) after", True),
+    "args.enable_jit_checkpoint": ("a job goes on without that worker", True),
     "args.sync_ref_model": ("sync_ref_model .* workers would have different ones", True),
     "args._n_gpu": ("divide a batch among 2 GPUs .* worker.processes", 2),
     "args.distributed_state": (

@@ -163,7 +163,7 @@ def test_a_worker_that_comes_late_is_not_warned(
 
 
 def test_the_chief_saves_and_uploads(tmp_path: Path) -> None:
-    chiefs, uploads = list[int](), list[tuple[int, bool]]()
+    chiefs, uploads, zeros = list[int](), list[tuple[int, bool]](), list[int]()
 
     class Uploading(Trainer):  # type: ignore[misc]
         def push_to_hub(self, *_: Any, **__: Any) -> None:
@@ -177,12 +177,15 @@ def test_the_chief_saves_and_uploads(tmp_path: Path) -> None:
         trainer.push_to_hub()
         if session.is_chief:
             chiefs.append(session.worker)
+        if trainer.is_world_process_zero():
+            zeros.append(session.worker)
 
     with running_job(tmp_path / "job") as job:
         for worker in (1, 2):
             job.start(worker, script)
         job.join()
     assert uploads == [(chief, True) for chief in chiefs]
+    assert zeros == chiefs
     assert [*tmp_path.glob("*/model.safetensors")] == [tmp_path / f"worker-{chiefs[0]}" / "model.safetensors"]
 
 
@@ -237,12 +240,13 @@ def test_a_resumed_job_goes_on_where_it_was(tmp_path: Path) -> None:
         assert logged(trainers[1], name) == pytest.approx(logged(alone, name)[20:]), name
 
 
-@pytest.mark.parametrize("again", ["a new process", "a resumed job"])
+@pytest.mark.parametrize("again", ["a new process", "a process that evaluates first", "a resumed job"])
 def test_patience_goes_on_where_it_was(tmp_path: Path, again: str) -> None:
     """The first evaluation is the best. The worker leaves in the second epoch, after which patience ends."""
     options: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    options["eval_on_start"] = "evaluates" in again
     trainers, commits = list[Any](), list[Any]()
-    resumes: tuple[Resume, ...] = ("no",) if again == "a new process" else ("no", "require")
+    resumes: tuple[Resume, ...] = ("no", "require") if again == "a resumed job" else ("no",)
 
     class Leaving(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
