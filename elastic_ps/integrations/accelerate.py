@@ -129,7 +129,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._elastic: ElasticOptimizer | None = None
         self.training: EpochLoader | None = None
-        self._accumulates = self._in_accumulate = self._shuffled = self._has_warned = False
+        self._accumulates = self._in_accumulate = self._shuffled = False
         self._counted = 0  # the most records that were in the model when the script has counted a step
         self._unscheduled = 0  # optimizer steps since the script has stepped its scheduler
         self._made_late = False  # the last optimizer step was made after the loop with its batches
@@ -186,6 +186,16 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """Print on worker 0."""
         if self.is_local_main_process:
             print(*args, **kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Like accelerate's, on worker 0, which has the trackers. Warns if only the chief calls it."""
+        if self.log_with and not self.is_local_main_process and self.is_main_process:
+            logger.warning(
+                "accelerator.log(...) does nothing here: worker 0 has the trackers, but after a loop over "
+                "the training data is_main_process is true on the chief. Call it on all workers, without "
+                "asking for is_main_process"
+            )
+        super().log(*args, **kwargs)
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
         """Like accelerate's on worker 0; other workers have no tracker, and log nothing."""
@@ -245,11 +255,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         batches = 0 if self.training is None else self.training.computed
         if counted and batches > self.batches_of_step:
             raise UsageError(_BY_HAND.format(batches=batches, steps=self.batches_of_step))
-        if self._elastic is not None and not (self._local or self._elastic.scheduled or self._has_warned):
+        if self._elastic is not None and not (self._local or self._elastic.scheduled):
             steps = [each.step for each in (self._torch_optimizer, *self._optimizers)]
             if any(hasattr(step, "_wrapped_by_lr_sched") for step in steps):  # as torch marks them
                 logger.warning(_UNPREPARED)
-                self._has_warned = True
+                self._elastic.scheduled = True
         self._clipped.begin(self._elastic)
 
     def _stepped(self, *_: object) -> None:

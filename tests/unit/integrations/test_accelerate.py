@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProjectConfiguration
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
@@ -527,6 +528,29 @@ def in_groups(accelerator: Any) -> None:
     for x, y in [next(batches), next(batches)]:
         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
     optimizer.step()
+
+
+class Tracker(GeneralTracker):  # type: ignore[misc]
+    name = "own"
+    requires_logging_directory = False
+    tracker = None
+
+    def log(self, values: dict[str, Any], *_: Any, **__: Any) -> None:
+        raise AssertionError("only worker 0 has a tracker")
+
+
+def test_a_chief_that_has_no_tracker_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(session: Session) -> None:
+        accelerator = elastic(session, log_with=Tracker())
+        accelerator.init_trackers("project")
+        script(accelerator)
+        assert accelerator.is_main_process
+        accelerator.log({"loss": 1.0})
+
+    with running_job(tmp_path) as job:
+        job.start(1, make)
+        job.join()
+    assert [each for each in caplog.messages if "worker 0 has the trackers" in each]
 
 
 def looks(accelerator: Any, *, at: int = 1) -> None:
