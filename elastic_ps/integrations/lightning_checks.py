@@ -18,6 +18,7 @@ _REPEATING = (
     "LearningRateFinder",
     "BatchSizeFinder",
     "StochasticWeightAveraging",
+    "WeightAveraging",
     "GradientAccumulationScheduler",
     "BaseFinetuning",
     "ModelPruning",
@@ -35,7 +36,8 @@ def check(trainer: Any) -> None:
     """Raises UsageError: what the Trainer is set up for cannot work in a job."""
     strategy, module = trainer.strategy, trainer.lightning_module
     too_many, fit = too_many_devices(strategy.parallel_devices, strategy.num_nodes), trainer.fit_loop
-    unlimited = trainer.limit_train_batches == 1.0 or trainer.fast_dev_run
+    share = trainer.limit_train_batches  # as an integer, it counts batches
+    unlimited = (isinstance(share, float) and share == 1.0) or trainer.fast_dev_run
     names = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
     refused = [name for name in _REPEATING if name in names]
     accumulated = trainer.accumulate_grad_batches
@@ -81,8 +83,8 @@ def check(trainer: Any) -> None:
         ),
         (
             bool(refused),
-            f"a job cannot use {', '.join(refused)}, which trains several times or changes what a step is "
-            "made of. Leave it out",
+            f"a job cannot use {', '.join(refused)}, which trains several times, counts one worker's steps, "
+            "or changes what a step is made of. Leave it out",
         ),
         (
             "dataloader_iter" in _code(module, "training_step").co_varnames,

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -443,6 +444,7 @@ def test_the_chief_tests_its_best_checkpoint_and_the_others_end(
             return
         assert session.is_chief
         assert result["test/loss"] == pytest.approx(float(saving.best_model_score))
+        assert trainer.is_global_zero
         tested[session.worker] = result["test/loss"]
 
     with running_job(tmp_path / "job", data=IN_ORDER, worker={"replicas": 2}) as job:
@@ -556,6 +558,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "devices": ("start more workers: `elastic-ps run SCRIPT --workers N`", {"devices": 2}),
     "sync_batchnorm": ("averages the statistics of BatchNorm", {"sync_batchnorm": True}),
     "limit_train_batches": (r"torch\.utils\.data\.Subset", {"limit_train_batches": 0.5}),
+    "one batch": (r"torch\.utils\.data\.Subset", {"limit_train_batches": 1}),
     "overfit_batches": (r"torch\.utils\.data\.Subset", {"overfit_batches": 1}),
     "reload": ("a job counts the records of one data set", {"reload_dataloaders_every_n_epochs": 1}),
     "no end": ("Set max_epochs or max_steps", {"max_epochs": -1}),
@@ -573,6 +576,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "inherited steps of a scheduler": ("the job steps schedulers", {"kind": InheritsSteps}),
     "finetuning": ("BaseFinetuning", {"callbacks": [BackboneFinetuning()]}),
     "pruning": ("ModelPruning", {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}),
+    "averages": ("cannot use WeightAveraging", {"callbacks": [EMAWeightAveraging()]}),
     "no optimizer": ("configure_optimizers returns None", {"kind": WithoutOptimizer}),
     "last batch": ("Use on_train_epoch_end", {"kind": AsksForLast}),
     "two loaders": ("training takes one torch", {"loaders": 2}),
