@@ -23,6 +23,7 @@ from tests.testing.oracle import (
 )
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
+from tests.testing.trained import await_training
 from tests.testing.transports import whole_jobs
 
 Models = dict[int, torch.nn.Module]
@@ -72,6 +73,11 @@ def trainer(
     return script
 
 
+def together(job: Job, workers: int) -> Callable[[Session, int], None]:
+    """For `before_step`: all workers compute before one of them ends its first step."""
+    return lambda _, step: await_training(job, *range(workers)) if step == 0 else None
+
+
 def check(job: Job, data: Numbers, models: Models, make: MakeOptimizer, *, epochs: int = 1) -> None:
     """Whoever saw the end has the parameters that the replay gives, all of them the same to the bit."""
     job.join()
@@ -105,7 +111,7 @@ def test_fifty_steps_are_those_of_one_process(tmp_path: Path, make: MakeOptimize
     data, models = Numbers(50 * 4 * workers), Models()
     with running_job(tmp_path, data={"shardRecords": 4}) as job:
         for worker in range(workers):
-            job.start(worker, trainer(make, data, models))
+            job.start(worker, trainer(make, data, models, before_step=together(job, workers)))
         check(job, data, models, make)
         assert len(job.commits()) >= 50
         joined = [len(commit["contributions"]) for commit in job.commits()]
@@ -150,7 +156,8 @@ def test_unequal_batches_weigh_by_their_samples(tmp_path: Path) -> None:
     data, models, make = Numbers(701), Models(), optimizer_of("SGD")
     with running_job(tmp_path, data={"shardRecords": 60}) as job:
         for worker, batch_size in enumerate((1, 3, 11)):
-            job.start(worker, trainer(make, data, models, batch_size=batch_size))
+            begin = together(job, 3)
+            job.start(worker, trainer(make, data, models, batch_size=batch_size, before_step=begin))
         check(job, data, models, make)
         sizes = {c["samples"] for commit in job.commits() for c in commit["contributions"]}
         assert {1, 3, 11} <= sizes

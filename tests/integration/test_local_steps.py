@@ -36,7 +36,7 @@ from tests.testing.oracle import (
     mse,
 )
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.trained import alone, sgd, training
+from tests.testing.trained import alone, await_training, sgd, training
 
 BATCH = 4
 
@@ -569,6 +569,8 @@ def test_a_rate_that_one_worker_has_lowered_is_everyones(tmp_path: Path, gamma: 
             session.scheduler(lr_scheduler.ExponentialLR(optimizer, gamma), interval="step")
         scheduler = session.scheduler(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
         for x, y in session.loader(Numbers(400), BATCH):
+            if session.version == 0:
+                await_training(job, 0, 1)
             rates.append((resume, session.version, optimizer.param_groups[0]["lr"]))
             optimizer.zero_grad()
             mse(model, x, y).backward()
