@@ -12,6 +12,7 @@ from elastic_operator.failures import consequence
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, parse_time
 from elastic_operator.status import member_statuses
+from elastic_operator.verdict import checkpoints_gone
 from elastic_ps.api.status import TrainingJobStatus
 
 ZERO = timedelta(0)
@@ -93,7 +94,8 @@ def next_look(
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None:
         times.append(max(ZERO, start + timedelta(seconds=deadline) - now))
-    if observed.refusals:  # this pass has tried what is due now
+    if observed.refusals or checkpoints_gone(status, desired, observed) is not None:
+        # This pass has tried what is due now, or makes nothing until the claim is there.
         times = [time for time in times if time > ZERO]
     return min(times)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,20 @@ def test_a_claim_that_has_no_checkpoint_yet_is_created_again() -> None:
     simulation.claims.clear()
     simulation.settle()
     assert simulation.claims == {"digits-ps-0"}
+
+
+@pytest.mark.parametrize("name", ["digits-worker-0", "digits-ps-0"])
+def test_a_job_whose_claim_is_gone_is_not_looked_at_without_a_pause(name: str) -> None:
+    """A pod of it has ended, and is not replaced."""
+    simulation = running(parameterServer={"checkpoint": {"volumeClaim": {}}})
+    simulation.server = durable(5)
+    simulation.settle()
+    simulation.server = None
+    simulation.claims.clear()
+    assert simulation.end(name, 1)
+    for _ in range(3):
+        plan = simulation.step()
+        assert plan.actions == ()
+        assert plan.requeue is not None
+        assert plan.requeue > timedelta(0)
+        simulation.now += timedelta(minutes=2)
