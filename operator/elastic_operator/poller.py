@@ -35,16 +35,28 @@ WRITES_PER_SECOND = 3.0
 
 _FRESH = 1.0
 _LIMIT = 1024 * 1024
+"""The longest answer, in bytes, without its present members. It has up to a thousand that have left.
+
+The server runs a user's image, and JSON may take a hundred times as much memory while it is read.
+"""
+
+_MEMBER = 1024
+"""How much longer the answer may be for each pod of the job, in bytes."""
+
 _LONGEST = 60.0
 
 
 @dataclass(frozen=True)
 class Server:
-    """The address of a job's shard 0. `ready`: the kubelet reports that it is ready to answer."""
+    """The address of a job's shard 0.
+
+    `ready`: the kubelet reports that it is ready to answer. `limit`: the longest answer to read, in bytes.
+    """
 
     job: str
     host: str
     ready: bool = field(default=True, compare=False)
+    limit: int = field(default=_LIMIT, compare=False)
 
 
 def server_of(job: str, observed: Observed) -> Server | None:
@@ -52,7 +64,7 @@ def server_of(job: str, observed: Observed) -> Server | None:
     first = next((pod for pod in observed.of("ps") if pod.index == 0), None)
     if first is None or first.ending is not None or first.address is None:
         return None
-    return Server(job, first.address, first.ready)
+    return Server(job, first.address, first.ready, _LIMIT + _MEMBER * len(observed.pods))
 
 
 def essence(status: ServerStatus) -> object:
@@ -154,7 +166,7 @@ class Poller:
         job = self._jobs.get(key)
         now = self._clock()
         if job is None or job.server != server:
-            return await self._asking(server.host, self._port, server.job, timeout=self._timeout)
+            return await self._question(server)
         job.written = now
         if job.answer is None or job.asked < max(since, now - _FRESH):
             silent = job.failures > 0
@@ -216,9 +228,14 @@ class Poller:
             if moved or before.essence != after.essence:
                 self._wanted(key)
 
+    async def _question(self, server: Server) -> ServerStatus | None:
+        return await self._asking(
+            server.host, self._port, server.job, timeout=self._timeout, limit=server.limit
+        )
+
     async def _ask(self, job: _Followed) -> None:
         asked = self._clock()
-        status = await self._asking(job.server.host, self._port, job.server.job, timeout=self._timeout)
+        status = await self._question(job.server)
         if asked >= job.asked:
             job.asked, job.answer = asked, None if status is None else _Answer.of(status)
             if status is not None or not job.server.ready:
@@ -228,24 +245,27 @@ class Poller:
                 job.failures, job.silent = job.failures + 1, asked if job.silent is None else job.silent
 
 
-async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:
-    """Send `GET /status`; None if no whole answer of that job comes within `timeout` seconds."""
+async def ask(host: str, port: int, job: str, *, timeout: float, limit: int = _LIMIT) -> ServerStatus | None:
+    """Send `GET /status`; None if no whole answer of that job comes within `timeout` seconds.
+
+    An answer of more than `limit` bytes is none.
+    """
     try:
         async with asyncio.timeout(timeout):
-            status = read_server_status(dict(json.loads(await _get(host, port))))
+            status = read_server_status(dict(json.loads(await _get(host, port, limit))))
     except (OSError, ValueError, TypeError, RecursionError, asyncio.IncompleteReadError) as error:
         logger.debug("%s of %s does not answer GET /status: %s", host, job, error)
         return None
     return status if status.job == job else None
 
 
-async def _get(host: str, port: int) -> bytes:
+async def _get(host: str, port: int, limit: int) -> bytes:
     """The body of an answer with status 200. Redirects are not followed.
 
     Raises:
         OSError, ValueError, IncompleteReadError: there is no such answer.
     """
-    reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
+    reader, writer = await asyncio.open_connection(host, port, limit=limit)
     try:
         name = f"[{host}]" if ":" in host else host
         writer.write(f"GET /status HTTP/1.0\r\nHost: {name}:{port}\r\n\r\n".encode())
@@ -255,8 +275,8 @@ async def _get(host: str, port: int) -> bytes:
         body = bytearray()
         while part := await reader.read(65536):
             body += part
-            if len(body) > _LIMIT:
-                raise ValueError(f"its answer has more than {_LIMIT} bytes")
+            if len(body) > limit:
+                raise ValueError(f"its answer has more than {limit} bytes")
         return bytes(body)
     except asyncio.LimitOverrunError as error:
         raise ValueError(str(error)) from error

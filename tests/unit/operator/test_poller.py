@@ -21,6 +21,7 @@ from elastic_operator.pods import Pod
 from elastic_operator.poller import Poller, Server, ask, essence, server_of
 from elastic_operator.queue import Key
 from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.traffic import Traffic
 from tests.testing import talking
 from tests.testing.polling import LIMIT
 from tests.testing.virtual import Clock
@@ -62,6 +63,44 @@ def page(status: ServerStatus) -> bytes:
 def test_what_is_no_answer_of_that_job_is_none(answer: bytes) -> None:
     with serving(talking.saying(answer)) as port:
         assert asyncio.run(ask(HERE, port, "fast", timeout=LIMIT)) is None
+
+
+@pytest.mark.parametrize("workers", [600, 10_000])
+def test_a_server_with_many_members_is_heard(workers: int) -> None:
+    """It also remembers a thousand that have left."""
+    traffic = {name: 10**12 if name.endswith("bytes") else 1e5 / 3 for name in Traffic.counts()}
+    member = MemberStatus(
+        worker=9999,
+        incarnation=123456,
+        pid=1234567,
+        host="a-job-of-a-long-name-worker-9999",
+        transport="tcp",
+        state="lost",
+        reason="it has not been heard of for 10 s",
+        gone_seconds=1e5 / 3,
+        joined_version=10**6,
+        left_version=10**6,
+        steps=10**6,
+        records=10**8,
+        step_seconds=1 / 3,
+        records_per_second=1e3 / 3,
+        slowness=1 / 3,
+        traffic=Traffic.model_validate(traffic),
+    )
+    first = Pod(name="fast-ps-0", uid="a", role="ps", index=0, address=HERE)
+    others = [Pod(name="fast-worker", uid="b", role="worker", index=index) for index in range(workers)]
+    server = server_of("fast", Observed(pods=(first, *others)))
+    assert server is not None
+    answer = told(members=[member] * (workers + 1000))
+
+    async def main(port: int, server: Server) -> ServerStatus | None:
+        limit = timedelta(seconds=LIMIT)
+        poller = Poller(lambda _: None, interval=timedelta(hours=1), timeout=limit, port=port)
+        poller.follow(FAST, server)
+        return await poller.word(FAST, server, since=time.monotonic())
+
+    with serving(talking.saying(page(answer))) as port:
+        assert asyncio.run(main(port, server)) == answer
 
 
 def test_an_answer_that_drips_is_none_when_its_time_is_over() -> None:
@@ -226,7 +265,7 @@ class World:
         self.wanted: list[tuple[float, Key]] = []
         self.then: Callable[[Key], object] = lambda _: None
 
-    async def _ask(self, host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:
+    async def _ask(self, host: str, port: int, job: str, **limits: float) -> ServerStatus | None:
         self.asked.setdefault(host, []).append(self.clock.now)
         return self.say(host, self.clock.now)
 
@@ -427,7 +466,7 @@ def test_an_answer_that_comes_late_does_not_replace_a_newer_one(world: World) ->
     async def main() -> None:
         release = asyncio.Event()
 
-        async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:
+        async def ask(host: str, port: int, job: str, **limits: float) -> ServerStatus | None:
             if world.clock.now == 1:
                 await release.wait()
                 return told(problem="older")
