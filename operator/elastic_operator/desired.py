@@ -45,10 +45,13 @@ class Desired:
     generation: int = 0
     secured: bool = False
 
+    def changed(self, pod: Pod) -> bool:
+        """Return True if a pod was made from another image or template."""
+        return pod.template not in ("", builders.template_hash(self.spec, pod.role))
+
     def outdated(self, pod: Pod) -> bool:
         """Whether a pod was made from another image or template, or before a restart was asked for."""
-        changed = pod.template not in ("", builders.template_hash(self.spec, pod.role))
-        return changed or pod.older_than(self.restart)
+        return self.changed(pod) or pod.older_than(self.restart)
 
     def renewable(self, pod: Pod) -> bool:
         """Return True if a pod is outdated and may be replaced."""

@@ -423,7 +423,7 @@ def _workers(
             yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
         elif pod.stuck and desired.renewable(pod):
             yield DeletePod.of(pod, MENDED)
-    yield from workers_to_renew(desired, status, observed, now)
+    yield from workers_to_renew(desired, status, observed, now, options)
     yield from _lingering(observed, now, options)
 
 

@@ -1,22 +1,22 @@
 """Decides which pods to replace after an edit, or because a user asks for a restart. Pure.
 
 A pod is outdated if it was made from another image or template. A pod that cannot run is replaced at once, so
-that an edit repairs the job. Running workers are replaced one at a time, each when all others take part. A
-running parameter server holds the model, so it is replaced only if the job's annotation
+that an edit repairs the job. Running workers are replaced one at a time, each when all others take part or
+fit on no node. A running parameter server holds the model, so it is replaced only if the job's annotation
 `elastic-ps.dev/restartedAt` asks for it. The annotation also restarts a failed job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from elastic_operator.desired import Desired
-from elastic_operator.plan import Action, DeletePod, Observed
+from elastic_operator.plan import Action, DeletePod, Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import condition, holds, member_statuses, with_condition
-from elastic_operator.timing import asked_restart
+from elastic_operator.timing import ZERO, asked_restart
 from elastic_ps.api.status import TrainingJobStatus, WorkerStatus
 
 MENDED = "it does not run, and its image or template has changed"
@@ -71,7 +71,7 @@ def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
 
 
 def workers_to_renew(
-    desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
+    desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime, options: Options
 ) -> Iterator[Action]:
     """Replace workers with an older image or template, one at a time, when all others take part.
 
@@ -89,9 +89,31 @@ def workers_to_renew(
     for pod in absent:
         if pod is not None and pod.unjoined and observed.server is not None and desired.renewable(pod):
             yield DeletePod.of(pod, "it has not joined, and its image or template has changed")
-    if absent:
+    present = [pod for pod in wanted if pod is not None and pod not in absent]
+    if absent and not _only_wait(absent, present, desired, now, options):
         return
     for pod in reversed(wanted):
         if pod is not None and desired.renewable(pod):
             yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")
             return
+
+
+def _only_wait(
+    absent: Sequence[Pod | None], present: Sequence[Pod], desired: Desired, now: datetime, options: Options
+) -> bool:
+    """Return True if the absent workers fit on no node, and need not hold up the renewal of the others.
+
+    A renewed worker may fit on no node either. So no more may wait than one, or than take part with the new
+    template, and minReplicas workers stay.
+    """
+    waiting = [
+        pod
+        for pod in absent
+        if pod is not None
+        and pod.active
+        and not desired.outdated(pod)
+        and (pod.unplaced(now) or ZERO) >= options.place_limit
+    ]
+    fitting = sum(not desired.changed(pod) for pod in present)
+    few = len(waiting) == len(absent) <= max(1, fitting)
+    return few and len(present) > desired.spec.worker.min_replicas

@@ -128,6 +128,52 @@ def test_workers_that_have_not_joined_keep_no_edit_from_reaching_the_others() ->
     assert deleted(simulation) == ["digits-worker-2"]
 
 
+def unplaced(simulation: Simulation, name: str) -> None:
+    """The pod fits on no node."""
+    reason = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
+    simulation.pods[name]["status"] = {"phase": "Pending", "held": True, "conditions": [reason]}
+
+
+def crowded(**worker: Any) -> Simulation:
+    """A job of four workers; one of them fits on no node, before and after its template has changed."""
+    simulation = running(worker={"replicas": 4, **worker})
+    unplaced(simulation, "digits-worker-3")
+    take_part(simulation, "digits-worker-3")
+    simulation.edit(image="newer")
+    assert deleted(simulation) == ["digits-worker-3"]
+    simulation.step()
+    unplaced(simulation, "digits-worker-3")
+    assert deleted(simulation) == [], "its node may be on its way"
+    simulation.now += simulation.options.place_limit
+    return simulation
+
+
+def test_a_worker_that_fits_on_no_node_keeps_no_edit_from_the_others() -> None:
+    simulation = crowded()
+    for name in ("digits-worker-2", "digits-worker-1", "digits-worker-0"):
+        assert deleted(simulation) == [name]
+        simulation.step()
+        assert deleted(simulation) == [], f"{name} does not run yet"
+        simulation.start_pods()
+        take_part(simulation, "digits-worker-3")
+        assert image(simulation, name) == "newer"
+    assert deleted(simulation) == []
+
+
+def test_workers_that_fit_on_no_node_after_an_edit_take_no_more_than_one_from_the_job() -> None:
+    simulation = crowded()
+    assert deleted(simulation) == ["digits-worker-2"]
+    simulation.step()
+    unplaced(simulation, "digits-worker-2")
+    for _ in range(3):
+        simulation.now += timedelta(minutes=1)
+        assert deleted(simulation) == []
+
+
+def test_a_worker_that_fits_on_no_node_is_waited_for_if_too_few_would_be_left() -> None:
+    assert deleted(crowded(minReplicas=3)) == []
+
+
 def test_workers_whose_indexes_have_holes_are_replaced_too() -> None:
     simulation = running(worker={"replicas": 3})
     simulation.pods["digits-worker-0"]["status"] = {"phase": "Pending", "held": True}
