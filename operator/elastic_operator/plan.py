@@ -36,7 +36,8 @@ class Options:
         place_limit: how long a pod may fit on no node, before it is a problem; its volume may be on its way.
         start_limit: how long a pod with a node may start no container, before it is a problem. Its status
             does not say whether it lacks a volume, a Secret or a ConfigMap.
-        short_life: a worker that was killed at a younger age is replaced after `short_life_delay`.
+        short_life: a pod that was killed at a younger age is replaced after `short_life_delay`, or later, see
+            `timing.pause`.
         follow_limit: how long a job may be Running before a standby that does not follow is a problem.
         force_after: a pod that outlives its grace period by this time (its node is gone) is removed.
     """

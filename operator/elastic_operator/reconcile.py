@@ -334,7 +334,7 @@ def _servers(
         if pod is None:
             yield from _create(job, desired, status, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
-            if pause(pod, now, options) == ZERO:
+            if pause(pod, status, now, options) == ZERO:
                 yield DeletePod.of(pod, _ENDED)
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
@@ -375,7 +375,7 @@ def _evaluator(
         if ready and (done or not status.progress.finished):
             yield from _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
     elif pod.over and pod.finished:
-        if pause(pod, now, options) == ZERO:
+        if pause(pod, status, now, options) == ZERO:
             yield DeletePod.of(pod, _ENDED)
     elif pod.deleting is None and pod.ending != "done" and desired.renewable(pod):
         yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")

@@ -11,7 +11,7 @@ from elastic_operator.desired import Desired, restart_of
 from elastic_operator.failures import consequence
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, parse_time
-from elastic_operator.status import member_statuses
+from elastic_operator.status import condition, member_statuses
 from elastic_operator.verdict import checkpoints_gone
 from elastic_ps.api.status import TrainingJobStatus
 
@@ -23,23 +23,27 @@ def restart_in(
 ) -> timedelta:
     """The time until an ended worker may be replaced."""
     if consequence(pod, desired.spec.run_policy.pod_failure_policy) != "Count":
-        return pause(pod, now, options)
+        return pause(pod, status, now, options)
     exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
     doubled = options.restart_base * 2**exponent
     delay: timedelta = min(options.restart_limit, doubled)
     return _left(delay, pod, pod.ended or now - delay, now)
 
 
-def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
+def pause(pod: Pod, status: TrainingJobStatus, now: datetime, options: Options) -> timedelta:
     """The time until a pod may be replaced that has lived only for a moment.
 
     A pod that its node refused to run, for example for a broken device, has a lifetime of 0: otherwise it
-    would be recreated again and again without a pause.
+    would be recreated again and again without a pause. The pause grows with the time for which the job has
+    been Degraded, as it is while such a pod is missing.
     """
     started, ended = pod.started or pod.created, pod.ended or pod.created
     if started is None or ended is None or ended - started >= options.short_life:
         return ZERO
-    return _left(options.short_life_delay, pod, ended, now)
+    known = condition(status, "Degraded")
+    since = parse_time(known.last_transition_time) if known is not None and known.status == "True" else None
+    grown = (ended - since) / 2 if since is not None else ZERO
+    return _left(min(options.restart_limit, max(options.short_life_delay, grown)), pod, ended, now)
 
 
 def _left(delay: timedelta, pod: Pod, ended: datetime, now: datetime) -> timedelta:
@@ -65,7 +69,7 @@ def next_look(
     times += [restart_in(pod, status, desired, now, options) for pod in workers if pod.over]
     servers = [pod for pod in observed.of("ps", "standby") if pod.ending is not None and pod.deleting is None]
     evaluators = [pod for pod in observed.of("evaluator") if pod.over and pod.finished]
-    times += [pause(pod, now, options) for pod in (*servers, *evaluators)]
+    times += [pause(pod, status, now, options) for pod in (*servers, *evaluators)]
     unplaced = [waits for pod in observed.pods if (waits := pod.unplaced(now)) is not None]
     times += [options.place_limit - waits for waits in unplaced if waits < options.place_limit]
     unstarted = [waits for pod in observed.pods if (waits := pod.unstarted(now)) is not None]

@@ -81,6 +81,27 @@ def test_a_pod_that_its_node_refuses_is_not_replaced_without_a_pause(name: str) 
         assert simulation.pods[name]["status"]["phase"] == "Pending"
 
 
+@pytest.mark.parametrize("name", ["digits-worker-1", "digits-ps-0"])
+def test_a_pod_that_nodes_refuse_again_and_again_is_replaced_less_and_less_often(name: str) -> None:
+    simulation = running(worker={"replicas": 2})
+    pauses = []
+    for _ in range(12):
+        pod, began = simulation.pods[name], simulation.now
+        pod["metadata"]["creationTimestamp"] = stamp(began)
+        pod["status"] = {"phase": "Failed", "reason": "OutOfcpu", "message": "node has not enough"}
+        while not (plan := simulation.step()).actions:
+            assert plan.requeue is not None
+            simulation.now += plan.requeue
+        pauses.append((simulation.now - began).total_seconds())
+        simulation.step()
+    assert pauses[:3] == [5, 5, 5]
+    assert pauses == sorted(pauses)
+    assert 59 <= pauses[-1] <= 60
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
 def test_a_parameter_server_that_has_ended_well_at_once_is_made_again_after_a_pause() -> None:
     simulation = running()
     pod = simulation.pods["digits-ps-0"]
