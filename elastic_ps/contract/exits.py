@@ -46,6 +46,9 @@ LEFT = 251
 LOST = 252
 """No failure: the model that the worker needed is lost."""
 
+SILENT = 253
+"""No failure: the parameter server has not answered for too long, and nothing is lost."""
+
 
 def print_stacks_on_request() -> None:
     """Let this process and its forks print the stacks of their threads on SIGUSR1, and continue."""
