@@ -126,6 +126,13 @@ CONDITIONS = (
     ),
     Reason(
         "Degraded",
+        ("ServerSilent",),
+        "A worker is being replaced because the parameter server did not answer it for 15 minutes. Nothing "
+        "is lost.",
+        "Look at the parameter server, and at the network between the two.",
+    ),
+    Reason(
+        "Degraded",
         ("CrashLoop",),
         "A parameter server keeps crashing.",
         "See `kubectl logs NAME-ps-0 --previous`.",

@@ -7,7 +7,8 @@ done                  exit status 0
 invalid               exit status `exits.INVALID`: the process reports that a restart is of no use
 disrupted             the pod has the condition DisruptionTarget or a reason from its node (eviction,
                       preemption, shutdown), or its node does not know how it ended; or exit status
-                      `exits.LOST`: the model is lost with the parameter server's pod
+                      `exits.LOST`: the model is lost with the parameter server's pod; or
+                      `exits.SILENT`: the parameter server did not answer for too long
 failed                any other exit status or signal, out of memory, a command that cannot be started, an
                       init container that failed, eviction for more storage than the pod's own limits allow
 ===================== ======================================================================
@@ -388,6 +389,9 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
         return "failed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
     if end.get("exitCode") == exits.LOST:
         return "disrupted", Problem(LOST, f"{name} ended: {MODEL_LOST}")
+    if end.get("exitCode") == exits.SILENT:
+        said = _said(f"{name} ended because the parameter server did not answer it", end)
+        return "disrupted", Problem("ServerSilent", said)
     if end.get("exitCode") == exits.HUNG:
         return "failed", Problem("WorkerHung", _said(f"{name} exited because it made no progress", end))
     return "failed", _exit(name, end, limit=_limit(manifest))

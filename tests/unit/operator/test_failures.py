@@ -24,6 +24,7 @@ from tests.testing.simulation import Simulation, finish, job_document, named, ru
         (255, "Unknown", 0, "Lost"),
         (251, "Error", 1, "WorkerLeft"),
         (124, "Error", 1, "WorkerHung"),
+        (exits.SILENT, "Error", 0, "ServerSilent"),
         (137, "OOMKilled", 1, "OutOfMemory"),
         (128, "StartError", 1, "CannotStart"),
     ],
@@ -291,6 +292,7 @@ def rule(action: str, **fits: Any) -> dict[str, Any]:
         (rule("FailJob", onExitCodes={"operator": "In", "values": [139]}), 139, 0, "PodFailurePolicy"),
         (rule("Count", onExitCodes={"operator": "In", "values": [3]}), 255, 2, "BackoffLimitExceeded"),
         (rule("Ignore", onExitCodes={"values": [78]}), 78, 0, None),
+        (rule("Count", onExitCodes={"values": [253]}), exits.SILENT, 2, "BackoffLimitExceeded"),
     ],
 )
 def test_rules_decide_what_follows_from_an_exit_status(
