@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any
@@ -53,6 +53,9 @@ _OF_THE_SPEC: frozenset[Kind] = frozenset({"Pod", "PersistentVolumeClaim"})
 
 _OF_A_POLICY = ('admission webhook "', "ValidatingAdmissionPolicy")
 """Marks of the messages of webhooks and policies, which may refuse a valid object with any status."""
+
+_STRICT = {"fieldValidation": "Strict"}
+"""A misspelt field of a template is then refused instead of silently dropped."""
 
 _OF_A_ROLE = ' cannot patch resource "'
 """The mark of a message by which RBAC refuses."""
@@ -136,6 +139,25 @@ class Cluster:
             logger.log(level, "%s: refused: %s", identity, problem.message)
         return Outcome(refusals=tuple(refused), certified=certified)
 
+    def check(self, job: Mapping[str, Any], pods: Iterable[Create]) -> str:
+        """Why the API server refuses one of the pods as invalid; "" if it does not. Nothing is created.
+
+        Raises:
+            ApiError, ConnectionLost: the API server is unwell.
+        """
+        path = path_of("pods", job["metadata"]["namespace"])
+        query = {**_STRICT, "dryRun": "All"}
+        for action in pods:
+            try:
+                self._api.request("create", "pods", path, body=action.manifest, query=query)
+            except ApiError as error:
+                if _blames_the_spec(action, error):
+                    return _invalid(action, error)
+                # A valid pod may exist already, or be refused for another reason.
+                if error.status in _UNWELL and error.reason != "AlreadyExists":
+                    raise
+        return ""
+
     def _carry_out(self, job: Mapping[str, Any], action: Action) -> Problem | datetime | None:
         """The refusal, if there is one; the end of new certificates after a `Certify`."""
         if isinstance(action, Create):
@@ -191,9 +213,7 @@ class Cluster:
         resource = _RESOURCES[action.kind]
         path = path_of(resource, job["metadata"]["namespace"])
         try:
-            # A misspelt field of a template is then refused instead of silently dropped.
-            strict = {"fieldValidation": "Strict"}
-            made = self._api.request("create", resource, path, body=action.manifest, query=strict)
+            made = self._api.request("create", resource, path, body=action.manifest, query=_STRICT)
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return self._check_owner(job, resource, action.name)
@@ -202,7 +222,7 @@ class Cluster:
             if error.status == 403 and "exceeded quota" in error.message:
                 return Problem("QuotaExceeded", f"{action.name}: {error.message}")
             if _blames_the_spec(action, error):
-                return Problem("InvalidSpec", f"{_source(action)}{action.name}: {error.message}")
+                return Problem("InvalidSpec", _invalid(action, error))
             raise
         self._store.put(resource, made, ours=True)
         return None
@@ -358,13 +378,12 @@ def _role(action: Create) -> str:
     return str((action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL, ""))
 
 
-def _source(action: Create) -> str:
-    """The part of the job's spec that a refused object was built from, as the beginning of a message."""
+def _invalid(action: Create, error: ApiError) -> str:
+    """The message that an object is invalid, with the part of the job's spec that it was built from."""
     role = _role(action)
-    if action.kind != "Pod":
-        return ""
     field = role if role in ("worker", "evaluator") else "parameterServer"
-    return f"spec.{field}.template does not make a valid pod "
+    source = f"spec.{field}.template does not make a valid pod " if action.kind == "Pod" else ""
+    return f"{source}{action.name}: {error.message}"
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

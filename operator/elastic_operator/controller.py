@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from elastic_operator import names
 from elastic_operator.api import ApiError
 from elastic_operator.cluster import Cluster
+from elastic_operator.desired import untried
 from elastic_operator.documents import read_status
 from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
@@ -92,6 +93,9 @@ class Controller:
     ) -> timedelta | None:
         job, observed = snapshot.job, replace(snapshot.observed, server=word, unanswered=unanswered)
         now, options = datetime.now(UTC), self._settings.options
+        if not is_over(job):
+            pods = untried(job, observed, options.policy, secured=options.secured)
+            observed = replace(observed, rejected=self._cluster.check(job, pods))
         plan = reconcile(job, observed, now, options)
         outcome = self._cluster.execute(job, plan.actions)
         if outcome != Outcome():

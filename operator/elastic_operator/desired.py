@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
 from elastic_operator import builders, documents, names
 from elastic_operator.permissions import Policy, refusal, violations
-from elastic_operator.plan import Observed
+from elastic_operator.plan import Create, Observed
 from elastic_operator.pods import Pod
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
 from elastic_ps.api.mutable import MutableFields, read_mutable
@@ -149,6 +149,37 @@ def read_last_valid(
     if known.withheld:
         kept += ", without new pods from templates that are not permitted any more,"
     return replace(known, invalid=f"{kept} until you correct this: {why}")
+
+
+def spec_text(job: Mapping[str, Any]) -> str:
+    """The spec as JSON, as it is recorded when it is valid."""
+    return json.dumps(job.get("spec"), sort_keys=True)
+
+
+def untried(
+    job: Mapping[str, Any], observed: Observed, policy: Policy, *, secured: bool = False
+) -> Iterator[Create]:
+    """A pod of each role whose image or template has changed since the last valid spec.
+
+    The API server has to check them before any pod is deleted to make room for such ones. See `read_desired`
+    for the arguments.
+    """
+    if not observed.valid_spec:
+        return
+    try:
+        if observed.valid_spec == spec_text(job):
+            return
+        new = read_desired(job, observed, policy, secured=secured)
+    except (InvalidJob, RecursionError):
+        return
+    last = read_last_valid(job, observed, policy, "", secured=secured)
+    if last is None:
+        return
+    roles: tuple[Role, ...] = ("ps", "worker", "evaluator") if new.spec.evaluator else ("ps", "worker")
+    for role in roles:
+        if builders.template_hash(last.spec, role) != builders.template_hash(new.spec, role):
+            manifest = builders.pod(job, new.spec, role, 0, secured=new.secured)
+            yield Create("Pod", names.pod(new.name, role, 0), manifest, "it is only checked")
 
 
 def _suspend(job: Mapping[str, Any]) -> dict[str, bool]:

@@ -68,6 +68,7 @@ class Observed:
         pods: its pods.
         service: whether the job's Service exists.
         valid_spec: the last valid spec, as JSON, from the Service; "" if it has none.
+        rejected: why the API server refuses pods of the spec, see `desired.untried`; "" if it does not.
         secured: whether the Service says that the job uses TLS.
         claims: the names of the volume claims.
         policies: the names of the NetworkPolicies; empty if the operator makes none.
@@ -80,6 +81,7 @@ class Observed:
     pods: tuple[Pod, ...] = ()
     service: bool = False
     valid_spec: str = ""
+    rejected: str = ""
     secured: bool = False
     claims: frozenset[str] = frozenset()
     policies: frozenset[str] = frozenset()

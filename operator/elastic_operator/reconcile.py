@@ -8,7 +8,6 @@ and then a job with such a status is cleaned up.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -19,6 +18,7 @@ from elastic_operator.desired import (
     Desired,
     read_desired,
     read_last_valid,
+    spec_text,
     started,
     tuning_to_tell,
 )
@@ -99,6 +99,8 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
         status = begun_again(status, now)
     try:
         desired = read_desired(job, observed, options.policy, secured=options.secured)
+        if observed.rejected:
+            raise InvalidJob(observed.rejected)
     except InvalidJob as error:
         last = read_last_valid(job, observed, options.policy, str(error), secured=options.secured)
         if last is None or (last.withheld and ended(old)):  # a job that begins again needs all its pods
@@ -302,7 +304,7 @@ def _network(
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
     """Create the Service before the other objects: it records the spec, and whether the job uses TLS."""
     name = names.service(desired.name)
-    valid = "" if desired.invalid else json.dumps(job.get("spec"), sort_keys=True)
+    valid = "" if desired.invalid else spec_text(job)
     if len(valid) > _MOST_KEPT:
         valid = ""
     if not observed.service:

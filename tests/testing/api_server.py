@@ -269,7 +269,7 @@ class ApiServer:
         if resource not in _KINDS:
             raise Refusal(404, "NotFound", "the server could not find the requested resource")
         if request.method == "POST":
-            return self._create(resource, namespace, request.body)
+            return self._create(resource, namespace, request.body, dry="dryRun" in request.query)
         if not name:
             return self._list(resource, namespace, request.query)
         found = self.objects.get((resource, namespace, name))
@@ -299,12 +299,12 @@ class ApiServer:
             return self.put(resource, {**found, "status": status})
         return found
 
-    def _create(self, resource: str, namespace: str, manifest: Object) -> Object:
+    def _create(self, resource: str, namespace: str, manifest: Object, *, dry: bool) -> Object:
         if manifest["kind"] != _KINDS[resource] or manifest["metadata"]["namespace"] != namespace:
             raise Refusal(400, "BadRequest", "the object is not of that kind or namespace")
         if (resource, namespace, manifest["metadata"]["name"]) in self.objects:
             raise Refusal(409, "AlreadyExists", "it exists already")
-        return self.put(resource, manifest)
+        return manifest if dry else self.put(resource, manifest)
 
     def _list(self, resource: str, namespace: str, query: dict[str, str]) -> Object:
         selector, begin = query.get("labelSelector", ""), int(query.get("continue", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -227,6 +228,80 @@ def test_the_last_valid_spec_stands_on_the_service_and_is_written_when_it_change
     operator.turns()
     assert written()["worker"] == {"replicas": 3}
     assert len(server.asked("PATCH", "services")) == 1
+
+
+def edited(server: ApiServer, field: str, **annotations: str) -> None:
+    """A person changes the templates, and may ask for a restart."""
+    found = server.get(JOBS, "digits")
+    found["metadata"]["generation"] += 1
+    found["metadata"]["annotations"] = annotations
+    template = {"template": {"spec": {field: {"a": "b"}}}}
+    found["spec"] = {**found["spec"], "parameterServer": template, "worker": {"replicas": 2, **template}}
+    server.put(JOBS, found)
+
+
+def misspelt(refusal: Refusal) -> Callable[[Request], None]:
+    """Refuses each pod with a misspelt field."""
+
+    def refuse(request: Request) -> None:
+        if request.path.endswith("/pods") and "nodeSelecter" in json.dumps(request.body):
+            raise refusal
+
+    return refuse
+
+
+@pytest.mark.parametrize(("code", "reason"), [(400, "BadRequest"), (422, "Invalid")])
+def test_an_edit_that_the_api_server_refuses_costs_no_pod(
+    server: ApiServer, operator: Operator, code: int, reason: str
+) -> None:
+    server.add_job(worker={"replicas": 2})
+    operator.turns()
+    server.put("pods", {**server.get("pods", "digits-worker-0"), "status": {"phase": "Pending"}})
+    server.refuse = misspelt(Refusal(code, reason, 'strict decoding error: unknown field "nodeSelecter"'))
+    uids = {name: server.get("pods", name)["metadata"]["uid"] for name in server.names("pods")}
+    edited(server, "nodeSelecter")
+    operator.turns(3)
+    assert {name: server.get("pods", name)["metadata"]["uid"] for name in server.names("pods")} == uids
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "InvalidSpec")
+    assert degraded.message.startswith(
+        "the job keeps its last valid spec until you correct this: spec.parameterServer.template does not "
+        "make a valid pod digits-ps-0: strict decoding error"
+    )
+    server.remove("pods", "digits-worker-1")
+    first = server.get("pods", "digits-ps-0")
+    first["metadata"]["creationTimestamp"] = "2020-01-01T00:00:00Z"
+    server.put("pods", first)
+    edited(server, "nodeSelecter", **{names.RESTART_ANNOTATION: "2020-01-02T00:00:00Z"})
+    operator.turns(2)
+    assert server.names("pods") == [*uids], "they are made as the last valid spec says"
+    assert server.get("pods", "digits-ps-0")["metadata"]["uid"] != uids["digits-ps-0"]
+    edited(server, "nodeSelector")
+    operator.turns(2)
+    assert server.get("pods", "digits-worker-0")["spec"]["nodeSelector"] == {"a": "b"}
+    (recorded,) = server.asked("PATCH", "services")
+    assert "nodeSelector" in recorded.body["metadata"]["annotations"][names.VALID_ANNOTATION]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "waits"),
+    [
+        (Refusal(403, "Forbidden", "exceeded quota: pods=0"), False),
+        (Refusal(400, "", 'admission webhook "x" does not support dry run'), False),
+        (Refusal(503, "ServiceUnavailable", "etcd is away"), True),
+    ],
+)
+def test_an_edit_is_followed_unless_its_pods_are_invalid(
+    server: ApiServer, operator: Operator, refusal: Refusal, waits: bool
+) -> None:
+    server.add_job(worker={"replicas": 2})
+    operator.turns()
+    server.put("pods", {**server.get("pods", "digits-worker-0"), "status": {"phase": "Pending"}})
+    server.refuse = misspelt(refusal)
+    edited(server, "nodeSelecter")
+    with pytest.raises(ApiError) if waits else contextlib.nullcontext():
+        operator.turns()
+    assert ("digits-worker-0" in server.names("pods")) is waits
 
 
 def test_what_exists_already_and_is_the_jobs_is_as_good_as_created(
