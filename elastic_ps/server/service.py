@@ -24,7 +24,7 @@ from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.calls import CALLS, Answer, At, By, Call, Sender, answers
 
 HEADER = 2 * 1024 * 1024
-"""Bytes of a header, at most, unless it describes a model. When parsed, it takes up to 40 times as many."""
+"""Bytes of a header, at most, unless the call `describes`. When parsed, it takes up to 40 times as many."""
 
 
 def require_permitted(problem: str | None) -> None:

@@ -61,7 +61,7 @@ class Call(Generic[Q, A]):
     Attributes:
         reply: the message of each answer. With `pending` set, it asks for a repetition of the call.
         by, at, sender: see `By`, `At` and `Sender`.
-        describes: whether the request describes a model, whose size is unknown beforehand.
+        describes: whether the request describes a model or a job, whose size is unknown beforehand.
         numbered: whether the call changes what a worker holds, or the job's state. `Caller.call` counts such
             calls.
         timeout: the time limit of a worker's attempt. Servers answer blocked calls sooner, so only a lost
@@ -97,7 +97,7 @@ _ORDERED = At.OTHER | At.STANDBY
 _SHARD_OF = By.SHARD_ZERO | By.LEADER
 
 CONFIGURE = Call(pb.ConfigureRequest, pb.Done, _SHARD_OF, _ORDERED, Sender.JOB, describes=True)
-ADVANCE = Call(pb.AdvanceRequest, pb.AdvanceReply, _SHARD_OF, _ORDERED, Sender.JOB)
+ADVANCE = Call(pb.AdvanceRequest, pb.AdvanceReply, _SHARD_OF, _ORDERED, Sender.JOB, describes=True)
 STATE = Call(pb.StateRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
 SUM = Call(pb.SumRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
 ROWS = Call(pb.RowsRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)

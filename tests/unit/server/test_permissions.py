@@ -132,6 +132,15 @@ def test_a_header_that_is_too_long_is_not_parsed(call: Call[Any, Any]) -> None:
             assert ("the limit is" in str(error)) != call.describes
 
 
+def test_an_order_may_carry_the_record_of_a_large_job() -> None:
+    """Shard 0's standby gets it with each round, with more than a kilobyte for each worker."""
+    order = pb.AdvanceRequest(job="secret", source="shard 0", number=1)
+    order.next.state = "x" * (HEADER + 1)
+    error = failed(services()[At.STANDBY], "Advance", order.SerializeToString(), None)
+    assert isinstance(error, Refused), "it is read"
+    assert error.code is RefusalCode.NOT_READY
+
+
 @each_call
 def test_a_call_for_another_job_is_refused(call: Call[Any, Any]) -> None:
     named = {"job": "other"} if call.sender is Sender.JOB else {"caller": pb.Caller(job="other", worker=4)}
