@@ -124,7 +124,9 @@ class CommitCoordinator:
         term = self.job.term
         if self.checkpoints.writes and self._standbys and term > 1:
             rescue = Rescue(self.checkpoints, self.shards, self._standbys, patience.asked_to_end)
-            if patience.until_done(partial(rescue.save, rescue.held())):
+            # A standby that was away keeps the rounds of a term that the job has given up since.
+            held = [each for each in rescue.held() if found is None or each.term >= found.term]
+            if patience.until_done(partial(rescue.save, held)):
                 found = patience.until_done(self.checkpoints.newest)
         if found is not None:
             patience.until_done(partial(self._restore, found, term))

@@ -24,9 +24,13 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, RemoteShard, Report, ShardControl
-from elastic_ps.server.process import service_of
+from elastic_ps.server.process import ParameterServer, service_of
 from elastic_ps.server.standby import Rescue, for_standby, sum_key
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.convert import to_message
 from elastic_ps.transport.inproc import InprocServer, connect
+from tests.testing.service import Worker, environment
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))
@@ -318,3 +322,37 @@ def test_a_refusal_of_the_standby_is_no_answer(setting: Setting) -> None:
 
     with pytest.raises(Fenced, match="term 9"):
         setting.by(Busy()).held()
+
+
+def test_rounds_of_a_term_that_the_job_has_given_up_replace_no_later_checkpoint(tmp_path: Path) -> None:
+    """The standby was away when the job went back to a checkpoint, and has told nobody of them since."""
+    orders = [to_message(pb.AdvanceRequest, replace(round_of(9 - term), term=term)) for term in (2, 1)]
+    asked: list[int] = []
+
+    def standby(method: str, incoming: Incoming) -> Iterator[Frame]:
+        if method == "Held":
+            yield Frame(pb.HeldReply(orders=orders).SerializeToString())
+            return
+        if method == "Advance":
+            asked.append(pb.AdvanceRequest.FromString(incoming.header).rescued_term)
+        raise Refused(RefusalCode.NOT_READY, "the standby is still catching up")
+
+    def start(listener: InprocServer) -> ParameterServer:
+        given = environment(checkpoints=tmp_path)
+        return ParameterServer(given, listener, lambda _: connect(listener), lambda _: connect(away))
+
+    away = InprocServer()
+    away.serve(standby)
+    for term in (1, 2, 3):
+        asked.clear()
+        server = start(listener := InprocServer())
+        try:
+            assert server.term == term
+            if term < 3:
+                worker = Worker(listener)
+                worker.start()
+                worker.step(term)
+        finally:
+            server.close()
+    assert asked == [2], "the newest checkpoint is of term 2"
+    away.close()
