@@ -43,8 +43,8 @@ def kind_of(status: int) -> Kind:
     """The kind of an exit status other than 0. One below 0 or above 128 stands for a signal."""
     if 0 < status < 128:
         return "failed"
-    from_outside = _signal(status) in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT, exits.LOST)
-    return "killed" if from_outside else "crashed"
+    own = exits.FENCED, exits.LEFT, exits.LOST, exits.SILENT
+    return "killed" if _signal(status) in _FROM_OUTSIDE or status in own else "crashed"
 
 
 def is_sigkill(status: int) -> bool:
@@ -58,6 +58,8 @@ def describe_exit(status: int) -> str:
         return "left because it was asked to"
     if status == exits.LOST:
         return "ended because the parameter server has lost the model, and there is no checkpoint"
+    if status == exits.SILENT:
+        return "ended because the parameter server has not answered for too long"
     if status == exits.HUNG:
         return f"ended itself because it made no progress (exit status {exits.HUNG})"
     number = _signal(status)

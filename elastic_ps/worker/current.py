@@ -97,7 +97,9 @@ def finish() -> None:
         _current.finish()
 
 
-def close(*, failed: bool = False) -> None:
-    """Close the session, if there is one; see `Session.close`."""
+def close(*, failed: bool = False) -> bool:
+    """Close the session, if there is one; see `Session.close`. Returns False if the script had done that."""
+    was_open = _current is None or _current.open
     if _current is not None:
         _current.close(failed=failed)
+    return was_open

@@ -11,12 +11,16 @@ from __future__ import annotations
 import json
 import sys
 
+from elastic_ps import errors
 from elastic_ps.api.job import parse_spec
 from elastic_ps.contract import env, exits
-from elastic_ps.errors import InvalidJob, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.process import entrypoint, lifecycle, siblings
 
-_STATUSES = {RefusalCode.HUNG: exits.HUNG, RefusalCode.MODEL_LOST: exits.LOST}
+_STATUSES = {
+    errors.RefusalCode.HUNG: exits.HUNG,
+    errors.RefusalCode.MODEL_LOST: exits.LOST,
+    errors.RefusalCode.NOT_READY: exits.SILENT,
+}
 """The exit status of a worker that was refused for such a reason."""
 
 
@@ -24,7 +28,9 @@ def status_of(error: Exception) -> int:
     """The exit status of a worker whose script has failed."""
     if isinstance(error, entrypoint.ALWAYS):
         return exits.INVALID
-    return _STATUSES.get(error.code, 1) if isinstance(error, Refused) else 1
+    if isinstance(error, errors.ConnectionLost | errors.DeadlineExceeded):
+        return exits.SILENT
+    return _STATUSES.get(error.code, 1) if isinstance(error, errors.Refused) else 1
 
 
 def check(text: str) -> int:
@@ -42,7 +48,7 @@ def check(text: str) -> int:
             Plan(spec.compression)
             scales.check(spec.consistency.staleness_scale)
             Optimizers(spec.parameter_server.optimizers)
-    except InvalidJob as error:
+    except errors.InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.INVALID
     lifecycle.end_soon()
@@ -75,7 +81,7 @@ def main() -> int:
                 return _late()
             raise
         current.finish()
-    except UserError as error:
+    except errors.UserError as error:
         current.close(failed=True)  # so that the cause is said last
         if current.came_late():
             print(f"error: {error}", file=sys.stderr)
@@ -84,10 +90,10 @@ def main() -> int:
     except Drained:
         return exits.LEFT
     except Exception as error:  # noqa: BLE001 (the script's own failure)
-        if isinstance(error, TransportError) and current.asked_to_leave():
+        if isinstance(error, errors.TransportError) and current.asked_to_leave():
             print(f"left in the middle of a step: {error}", file=sys.stderr)
             return exits.LEFT
-        current.close(failed=True)
+        was_open = current.close(failed=True)
         if left := checks.left_over(error):
             return _invalid(left)
         text = entrypoint.describe(error)
@@ -95,7 +101,8 @@ def main() -> int:
         if current.came_late():
             return _late()
         lifecycle.leave_reason(text[-2000:])
-        return status_of(error)
+        status = status_of(error)
+        return status if was_open or status != exits.SILENT else 1
     finally:
         current.close()
         lifecycle.end_soon()

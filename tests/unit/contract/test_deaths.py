@@ -77,6 +77,7 @@ def test_a_crash_after_progress_is_the_first_of_a_row() -> None:
             "killed",
             "ended because the parameter server has lost the model, and there is no checkpoint",
         ),
+        (exits.SILENT, "killed", "ended because the parameter server has not answered for too long"),
     ],
 )
 def test_what_an_exit_status_says(status: int, kind: Kind, words: str) -> None:

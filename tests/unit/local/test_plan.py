@@ -436,7 +436,9 @@ def test_a_worker_that_crashes_again_and_again_fails_the_job(status: int) -> Non
     assert over.message.startswith(f"worker 1 {describe_exit(status)}. Processes have failed 2 times")
 
 
-@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, exits.FENCED])
+@pytest.mark.parametrize(
+    "status", [-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, exits.FENCED, exits.SILENT]
+)
 def test_being_killed_from_outside_never_counts(status: int) -> None:
     assert failures(observed(worker(0), *crashes(status, 9))) == []
 

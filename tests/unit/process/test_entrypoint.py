@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 
 from elastic_ps.contract import exits
-from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, InvalidJob, RefusalCode, Refused
 from elastic_ps.process.entrypoint import describe, load
 from elastic_ps.worker.script import status_of
 
@@ -164,3 +164,12 @@ def test_a_folder_and_a_builtin_module_are_named_where_a_function_is_missing() -
 )
 def test_a_script_that_would_fail_alike_each_time_is_not_started_again(error: Exception, status: int) -> None:
     assert status_of(error) == status
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ConnectionLost("silent"), DeadlineExceeded("late"), Refused(RefusalCode.NOT_READY, "no model yet")],
+)
+def test_a_worker_whose_parameter_server_stays_away_has_not_failed(error: Exception) -> None:
+    """Else an outage would fail each job with more workers than `backoffLimit`, though nothing is lost."""
+    assert status_of(error) == exits.SILENT

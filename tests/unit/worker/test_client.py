@@ -18,6 +18,7 @@ from elastic_ps.process.lifecycle import tell_joined
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import MemberId, WorkerLimits
 from elastic_ps.worker.membership import Membership
@@ -65,6 +66,14 @@ def test_a_worker_whose_file_cannot_be_made_goes_on(tmp_path: Path, caplog: pyte
     tell_joined(None)
     tell_joined(tmp_path / "missing" / "joined")
     assert "cannot write" in caplog.text
+
+
+@pytest.mark.parametrize("was_open", [True, False])
+def test_whether_the_script_had_closed_its_session(monkeypatch: pytest.MonkeyPatch, was_open: bool) -> None:
+    """A script that goes on then loses its connections, too, but by a mistake of its own."""
+    session = SimpleNamespace(open=was_open, close=lambda *, failed: None)
+    monkeypatch.setattr(current, "_current", session)
+    assert current.close(failed=True) is was_open
 
 
 class Failing(Connection):
