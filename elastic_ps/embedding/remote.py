@@ -134,8 +134,8 @@ class RemoteSource:
             values[torch.from_numpy(places)] = torch.from_numpy(rows.reshape(-1, self.spec.dim))
             return reply, int((places < known).sum())
 
-        body = memoryview(ids.astype("<i8").tobytes())
-        return self._client.ask_all(calls.LOOKUP, request, read, shard=shard, body=body)[-1]
+        body, answer = memoryview(ids.astype("<i8").tobytes()), values.nbytes
+        return self._client.ask_all(calls.LOOKUP, request, read, shard=shard, body=body, answer=answer)[-1]
 
     def __deepcopy__(self, memo: object) -> RemoteSource:
         """A copy of a model in a job, such as its average, looks up the same rows, and trains none."""

@@ -66,8 +66,9 @@ class Client(Protocol):
         *,
         shard: int = 0,
         body: memoryview = EMPTY,
+        answer: int = 0,
     ) -> list[T]:
-        """The same; returns what `read` makes of each answer."""
+        """The same; returns what `read` makes of each answer. `answer`: the size of all bodies."""
 
 
 @dataclass(frozen=True)
@@ -386,7 +387,8 @@ class Tensors:
             incoming.read_into(places[reply.start])
             return reply.start
 
-        answers = self._client.ask_all(calls.PULL_TENSOR, request, read, shard=shard)
+        size = sum(place.nbytes for place in places.values())
+        answers = self._client.ask_all(calls.PULL_TENSOR, request, read, shard=shard, answer=size)
         if answers != [*places, None]:
             raise ConnectionLost(f"shard {shard} has sent {len(answers)} of {len(places)} slices")
 

@@ -54,6 +54,18 @@ class Sender(Enum):
     """A worker of the job, in `caller`, which has joined in the present term."""
 
 
+TIMEOUT = timedelta(seconds=60)
+"""The usual time limit of an attempt, without the bodies."""
+
+SLOWEST = 1 << 20
+"""Bytes a second: the lowest rate that the time limits of workers assume for a body."""
+
+
+def allowing(timeout: timedelta, nbytes: int, rate: int = SLOWEST) -> timedelta:
+    """A time limit that allows for bodies of `nbytes` in all, at `rate` bytes a second."""
+    return timeout + timedelta(seconds=nbytes / rate)
+
+
 @dataclass(frozen=True)
 class Call(Generic[Q, A]):
     """One call. Its name is the one of its request, without "Request".
@@ -64,8 +76,8 @@ class Call(Generic[Q, A]):
         describes: whether the request describes a model or a job, whose size is unknown beforehand.
         numbered: whether the call changes what a worker holds, or the job's state. `Caller.call` counts such
             calls.
-        timeout: the time limit of a worker's attempt. Servers answer blocked calls sooner, so only a lost
-            answer takes this long.
+        timeout: the time limit of a worker's attempt, without the bodies; see `allowing`. Servers answer
+            blocked calls sooner, so only a lost answer takes this long.
     """
 
     request: type[Q]
@@ -75,7 +87,7 @@ class Call(Generic[Q, A]):
     sender: Sender = Sender.MEMBER
     describes: bool = False
     numbered: bool = False
-    timeout: timedelta = timedelta(seconds=60)
+    timeout: timedelta = TIMEOUT
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import random
 import socket
@@ -296,11 +297,12 @@ class Client:
         payload: Payload,
         ending: pb.FinishRequest,
         wanted: pb.PullRequest,
+        answer: int,
     ) -> Answers:
-        """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
+        """One try of the step's last push to a shard that is alone, and of the pull after it; see `pull`."""
         request = self._push(bucket, step, attempt, payload, ending)
         request.pull.CopyFrom(wanted)
-        return self._pulled(0, calls.PUSH.name, Frame(request.SerializeToString(), payload.body))
+        return self._pulled(0, calls.PUSH.name, Frame(request.SerializeToString(), payload.body), answer)
 
     def _push(
         self, bucket: Bucket, step: Step, attempt: int, payload: Payload, ending: pb.FinishRequest | None
@@ -369,13 +371,16 @@ class Client:
         """
         return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
 
-    def pull(self, member_id: MemberId, shard: int, wanted: pb.PullRequest) -> Answers:
-        """One try of a pull: (answer, body). Blocks. Raises TransportError: pull again what is missing."""
-        wanted.caller.CopyFrom(member_id.caller())
-        return self._pulled(shard, calls.PULL.name, Frame(wanted.SerializeToString()))
+    def pull(self, member_id: MemberId, shard: int, wanted: pb.PullRequest, answer: int = 0) -> Answers:
+        """One try of a pull: (answer, body). Blocks. Raises TransportError: pull again what is missing.
 
-    def _pulled(self, shard: int, method: str, frame: Frame) -> Answers:
-        for incoming in self._call(shard, method, frame):
+        `answer`: the size of all bodies, which gives the time limit.
+        """
+        wanted.caller.CopyFrom(member_id.caller())
+        return self._pulled(shard, calls.PULL.name, Frame(wanted.SerializeToString()), answer)
+
+    def _pulled(self, shard: int, method: str, frame: Frame, answer: int) -> Answers:
+        for incoming in self._call(shard, method, frame, answer):
             yield pb.PullReply.FromString(incoming.header), incoming
 
     def optimizer_state(self, shard: int) -> list[Stored]:
@@ -408,15 +413,16 @@ class Client:
         *,
         shard: int = 0,
         body: memoryview = EMPTY,
+        answer: int = 0,
     ) -> list[T]:
-        """Like `ask`; returns what `read` makes of each answer, at least one."""
+        """Like `ask`; returns what `read` makes of each answer, at least one. `answer`: see `pull`."""
         named: Any = request
         if call.sender is not Sender.JOB and not named.HasField("caller"):
             named.caller.CopyFrom(self.member_id.caller(next(self._calls) if call.numbered else 0))
             if call.numbered:
                 self._pending = 0  # a call for records is over, whether it was answered or not
         frame = Frame(request.SerializeToString(), body)
-        return self.retry(lambda: self._once(call, shard, frame, read))
+        return self.retry(lambda: self._once(call, shard, frame, read, answer))
 
     def _settle(self, call: Call[Q, A], request: Q) -> A:
         """Repeat a call until its answer is not `pending`. Blocks."""
@@ -424,11 +430,13 @@ class Client:
             pass
         return reply
 
-    def _once(self, call: Call[Q, A], shard: int, frame: Frame, read: Callable[[A, Incoming], T]) -> list[T]:
+    def _once(
+        self, call: Call[Q, A], shard: int, frame: Frame, read: Callable[[A, Incoming], T], answer: int = 0
+    ) -> list[T]:
         try:
             found = [
                 read(call.reply.FromString(incoming.header), incoming)
-                for incoming in self._call(shard, call.name, frame)
+                for incoming in self._call(shard, call.name, frame, answer)
             ]
         except Refused as refusal:
             unchecked = shard or call in (calls.LOOKUP, calls.OPTIMIZER_STATE)
@@ -454,34 +462,34 @@ class Client:
             logger.warning("%s, trying again: %s", silent, problem)
         return None
 
-    def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
-        return self._connections[shard].call(method, frame, timeout=calls.CALLS[method].timeout)
+    def _call(self, shard: int, method: str, frame: Frame, answer: int) -> Iterator[Incoming]:
+        timeout = calls.allowing(calls.CALLS[method].timeout, frame.body.nbytes + answer)
+        return self._connections[shard].call(method, frame, timeout=timeout)
 
     def retry(self, attempt: Callable[[], T]) -> T:
         """Repeat an attempt that fails on the way, or is answered with "not yet", with growing pauses.
 
-        Blocks. Raises Refused, and ConnectionLost when nobody has answered for `WorkerLimits.patience`.
+        Blocks. Raises Refused, and ConnectionLost when attempts have failed for `WorkerLimits.patience`.
         """
-        since = time.monotonic()
+        began, since = time.monotonic(), math.inf  # `since`: when attempts began to fail
         pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE_CALLING), False
         while True:
             try:
                 return attempt()
-            except (ConnectionLost, DeadlineExceeded) as error:
+            except (ConnectionLost, DeadlineExceeded, Refused) as error:
+                now = time.monotonic()
+                # A large body may have been on its way for longer, or this process was stopped.
+                since = min(since, max(began, now - calls.TIMEOUT.total_seconds()))
                 if self._closed.is_set():
                     raise
-                if lost := self.lost(since, error):
-                    raise lost from error
-            except Refused as refusal:
-                if refusal.code is RefusalCode.NOT_YOUR_TURN and not self._closed.is_set():
-                    since = time.monotonic()  # it waits for a worker
-                elif (
-                    refusal.code is not RefusalCode.NOT_READY
-                    or self._closed.is_set()
-                    or self._is_late(since, time.monotonic())
-                ):
+                if not isinstance(error, Refused):
+                    if lost := self.lost(since, error):
+                        raise lost from error
+                elif error.code is RefusalCode.NOT_YOUR_TURN:
+                    began, since = now, math.inf  # it waits for a worker
+                elif error.code is not RefusalCode.NOT_READY or self._is_late(since, now):
                     raise
-                if not answered:
+                if isinstance(error, Refused) and not answered:
                     pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE), True
             self._closed.wait(pauses.next() * (0.5 + random.random()))
 

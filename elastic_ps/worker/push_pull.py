@@ -15,6 +15,7 @@ it pulls: it may have to compute another one on the same version.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence, Set
@@ -102,7 +103,7 @@ class PushPull(Strategy):
         self._latest = self.info  # as of the last pull
         self._standing: pb.Standing | None = None  # which steps were in the model then, if that was said
         self._ready_at: dict[int, int] = {}  # when a bucket was complete, by the monotonic clock in ns
-        self._heard = [0.0] * client.shards  # when the last answer to a pull came, by the monotonic clock
+        self._failing = [math.inf] * client.shards  # since when pulls fail, by the monotonic clock
         self._asking = threading.Lock()
         self._let_in: Step | None = None
         self._lock = threading.RLock()  # without its condition it is entered in a third of the time
@@ -480,14 +481,15 @@ class PushPull(Strategy):
     def _receive(self, pull: _Pull) -> None:
         """Ask until all has arrived, or something has gone wrong. Blocks."""
         shard = pull.shard
-        self._heard[shard] = time.monotonic()
+        self._failing[shard] = math.inf
         while pull.generation == self._progress.generation and self._progress.error is None:
             try:
                 if self._pull_once(pull):
                     break
-                self._heard[shard] = time.monotonic()
+                self._failing[shard] = math.inf
             except (ConnectionLost, DeadlineExceeded) as error:
-                lost = self._client.lost(self._heard[shard], error)
+                self._failing[shard] = since = min(self._failing[shard], time.monotonic())
+                lost = self._client.lost(since, error)
                 if lost or self._closing.wait(0.1):
                     self._fail(lost or error, pull.generation)
             except Refused as refusal:
@@ -510,7 +512,6 @@ class PushPull(Strategy):
         ended = complete = False
         for reply, incoming in self._answers(pull, wanted):
             # To the end of the call, so that its connection can be used again.
-            self._heard[pull.shard] = time.monotonic()
             kind = reply.WhichOneof("kind")
             early = reply.draft or kind not in ("bucket", "done")
             with self._lock:
@@ -524,6 +525,7 @@ class PushPull(Strategy):
                 self.trained |= kind == "bucket" and not reply.draft and reply.version > 0
             if kind == "bucket":
                 self._take(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
+                self._failing[pull.shard] = math.inf
                 now = time.monotonic_ns()
                 what: dict[str, Any] = {"bucket": reply.bucket, "version": reply.version}
                 self._trace.complete("pull", started, now, **what, draft=reply.draft, bytes=incoming.size)
@@ -546,24 +548,25 @@ class PushPull(Strategy):
 
     def _answers(self, pull: _Pull, wanted: pb.PullRequest) -> Answers:
         """The answers to one call for what is wanted; it makes the step's pushes before, if they are due."""
+        size = sum(self.flat.layout.buckets[index].nbytes for index in wanted.buckets)
         if not self._progress.owing:
-            yield from self._client.pull(pull.member_id, pull.shard, wanted)
+            yield from self._client.pull(pull.member_id, pull.shard, wanted, size)
             return
-        step, ending = self.under_way, self._progress.ending
+        step, ending, attempt = self.under_way, self._progress.ending, wanted.attempt
         assert step is not None
         assert ending is not None
         *others, last = self._pushed
         try:
             for bucket in others:
-                self._push(bucket, step, wanted.attempt, None)
-            payload = self._contribution(last, step, wanted.attempt)
-            with self._traced(last, step, wanted.attempt, payload):
-                answers = self._client.push_and_pull(last, step, wanted.attempt, payload, ending, wanted)
+                self._push(bucket, step, attempt, None)
+            payload = self._contribution(last, step, attempt)
+            with self._traced(last, step, attempt, payload):
+                answers = self._client.push_and_pull(last, step, attempt, payload, ending, wanted, size)
                 first = next(answers, None)
         except Refused as refusal:
             if refusal.code is not RefusalCode.STALE_ATTEMPT:
                 raise
-            answers = self._client.pull(pull.member_id, last.shard, wanted)  # it tells which is open
+            answers = self._client.pull(pull.member_id, last.shard, wanted, size)  # it tells which is open
             first = None
         self._progress.owing = False
         if first is not None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, get_args
 
 import pytest
@@ -18,6 +19,7 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, ElasticPSError
 from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -161,3 +163,42 @@ def test_the_optimizers_state_is_asked_for_again(tmp_path: Path) -> None:
         job.run(script, workers=1)
     assert [way.interrupted for way in ways] == [True]
     assert all("momentum_buffer" in entries for entries in kept.values())
+
+
+def test_a_bucket_that_never_arrives_whole_ends_a_worker_after_its_patience(tmp_path: Path) -> None:
+    """Each answer begins, so it would else ask for the bucket for ever."""
+
+    class Cut(Connection):
+        """Every pulled body breaks off."""
+
+        def __init__(self, inner: Connection) -> None:
+            self._inner = inner
+
+        def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+            answers = self._inner.call(method, frame, timeout=timeout)
+            return map(self._cut, answers) if method == "Pull" else answers
+
+        def _cut(self, answer: Any) -> Any:
+            def read_into(_: memoryview) -> None:
+                raise ConnectionLost("a test has cut a body")
+
+            return SimpleNamespace(
+                header=answer.header, size=answer.size, view=lambda: None, read_into=read_into
+            )
+
+        def close(self) -> None:
+            self._inner.close()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(20), 10):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, parameterServer={"bucketBytes": 1024}) as job:
+        job.worker_limits = WorkerLimits(patience=timedelta(seconds=1))
+        job.through = lambda _, inner: Cut(inner)
+        with pytest.raises(ConnectionLost, match=r"has not answered for .* s: a test has cut a body"):
+            job.run(script, workers=1)

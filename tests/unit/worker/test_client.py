@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -104,6 +104,62 @@ def test_the_time_that_one_that_leaves_waits_begins_when_it_was_asked() -> None:
     assert client.lost(time.monotonic() - 60, gone) is None
     client.expect_to_leave()
     assert client.lost(time.monotonic() - 60, gone) is None
+
+
+class Noting(Connection):
+    """Answers each call at once, and notes how long it might have taken."""
+
+    def __init__(self) -> None:
+        self.allowed = list[timedelta]()
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        self.allowed.append(timeout)
+        return iter([cast(Incoming, SimpleNamespace(header=b""))])
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_call_may_take_as_long_as_its_bodies_need_on_a_slow_network() -> None:
+    """Else it would never succeed, since each attempt begins with the first byte."""
+    noting = Noting()
+    client = Client("job", 0, [noting])
+    client.ask(calls.PUSH, pb.PushRequest(), body=memoryview(bytes(2 * calls.SLOWEST)))
+    client.heartbeat()
+    list(client.pull(client.member_id, 0, pb.PullRequest(), 600 * calls.SLOWEST))
+    client.ask_all(calls.LOOKUP, pb.LookupRequest(), lambda *_: None, answer=3 * calls.SLOWEST)
+    assert [each.total_seconds() for each in noting.allowed] == [62, 60, 660, 63]
+
+
+class Clock:
+    """The time of a client's calls, and attempts that take some and fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.tried = 0.0, 0
+        patch.setattr("elastic_ps.worker.client.time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def attempt(self, *seconds: float) -> int:
+        """One that fails after so many seconds, if it is one of the first; then the number of attempts."""
+        self.tried += 1
+        if self.tried > len(seconds):
+            return self.tried
+        self.now += seconds[self.tried - 1]
+        raise ConnectionLost("reset")
+
+
+def test_what_breaks_off_after_a_long_time_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body is large, or the process was stopped meanwhile."""
+    clock = Clock(monkeypatch)
+    assert Client("job", 0, []).retry(lambda: clock.attempt(3600)) == 2
+
+
+def test_a_body_that_never_arrives_whole_ends_the_call_after_the_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    with pytest.raises(ConnectionLost, match="has not answered for 1260 s: reset"):
+        Client("job", 0, []).retry(lambda: clock.attempt(*[400.0] * 9))
+    assert clock.tried == 4
 
 
 @pytest.mark.parametrize("call", [calls.LOOKUP, calls.PUSH, calls.INIT, calls.OPTIMIZER_STATE])
