@@ -17,7 +17,7 @@ from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.state import OptimizerState, state_dict_of
 from elastic_ps.collectives.groups import Group
 from elastic_ps.core.partition import Rule
-from elastic_ps.errors import Malformed, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.flat import Flat
@@ -53,24 +53,27 @@ class Replica:
         self._flat.check(thorough=True)
         self._flat.expect()
         while missing:
-            missing -= self._client.retry(partial(self._fetch_once, version, missing))
+            self._client.retry(partial(self._fetch_once, version, missing))
         self._flat.publish()
         entries = self._client.optimizer_state(0)
         state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._optimizer)
         _load(self._optimizer, state["state"])
         return not self._newer
 
-    def _fetch_once(self, version: int, missing: set[int]) -> set[int]:
-        """One call. Returns the buckets that have come."""
+    def _fetch_once(self, version: int, missing: set[int]) -> None:
+        """One call. Takes the buckets that come out of `missing`. It may fail only if none has come."""
         wanted = pb.PullRequest(version=version, buckets=sorted(missing), brief=True)
-        come: set[int] = set()
-        for reply, incoming in self._client.pull(self._client.member_id, 0, wanted):
-            if reply.WhichOneof("kind") == "bucket":
-                bucket = self._flat.layout.buckets[reply.bucket]
-                self._values.receive(bucket, reply, incoming)
-                self._newer |= bucket.rule is not Rule.CONSTANT and reply.version != version
-                come.add(reply.bucket)
-        return come
+        size = sum(self._flat.layout.buckets[index].nbytes for index in missing)
+        try:
+            for reply, incoming in self._client.pull(self._client.member_id, 0, wanted, size):
+                if reply.WhichOneof("kind") == "bucket":
+                    bucket = self._flat.layout.buckets[reply.bucket]
+                    self._values.receive(bucket, reply, incoming)
+                    self._newer |= bucket.rule is not Rule.CONSTANT and reply.version != version
+                    missing.discard(reply.bucket)
+        except (ConnectionLost, DeadlineExceeded):
+            if len(missing) == len(wanted.buckets):
+                raise
 
     def send(self, version: int) -> None:
         """Send it to the parameter server as `version`, unless another version is there by now."""

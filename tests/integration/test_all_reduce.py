@@ -478,6 +478,29 @@ def test_a_checkpoint_is_whole_and_another_job_goes_on_from_it(tmp_path: Path) -
     )
 
 
+def test_what_has_come_from_the_parameter_server_is_not_fetched_again(tmp_path: Path) -> None:
+    """Each call breaks off after its first bucket, as one for a large model may."""
+    asked, come = list[int](), list[bytes]()
+
+    def before(method: str, frame: Frame) -> None:
+        if method == "Pull":
+            asked.append(len(pb.PullRequest.FromString(frame.header).buckets))
+            come.clear()
+
+    def answer(method: str, header: bytes) -> None:
+        if method == "Pull":
+            come.append(header)
+            if len(come) > 1:
+                raise ConnectionLost("a test has cut the connection")
+
+    with running(tmp_path, parameterServer={"bucketBytes": 1024}) as job:
+        job.worker_limits = WorkerLimits(patience=timedelta(seconds=2))
+        job.through = lambda _, inner: Watched(inner, before, answer=answer)
+        job.run(lambda session: train(session, Numbers(40)), workers=1)
+    assert asked == [*range(len(asked), 0, -1)]
+    assert len(asked) > 1
+
+
 def test_a_script_may_pause_evaluate_and_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Between epochs nobody computes; the last to stop hands the version over, so that nothing is lost."""
     caplog.set_level(logging.INFO)
