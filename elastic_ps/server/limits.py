@@ -9,6 +9,9 @@ from elastic_ps.core.partition import SMALLEST_BUCKET_BYTES
 from elastic_ps.tensors.limits import USUAL as TENSORS
 from elastic_ps.tensors.limits import TensorLimits
 
+SLOWEST = 8 << 20
+"""Bytes a second: the lowest rate that limits assume between servers, and of a disk. Training may wait."""
+
 
 @dataclass(frozen=True)
 class ServerLimits:

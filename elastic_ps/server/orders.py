@@ -25,6 +25,7 @@ from elastic_ps.core.settings import Application, Settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded
 from elastic_ps.process.retrying import retry
+from elastic_ps.server.limits import SLOWEST
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame
@@ -197,7 +198,7 @@ class RemoteShard:
 
     Args:
         start: how long `configure` waits for the process to start.
-        timeout: the timeout of each order.
+        timeout: the timeout of each order, without its body.
     """
 
     def __init__(
@@ -249,7 +250,8 @@ class RemoteShard:
 
     def _send(self, call: Call[Q, pb.Done], request: Q, data: memoryview) -> None:
         frame = Frame(request.SerializeToString(), data)
-        for _ in self._connection.call(call.name, frame, timeout=self._timeout):
+        timeout = calls.allowing(self._timeout, data.nbytes, SLOWEST)
+        for _ in self._connection.call(call.name, frame, timeout=timeout):
             pass
 
     def held(self, term: int) -> list[Advance]:

@@ -6,16 +6,21 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost
+from elastic_ps.server.limits import SLOWEST
 from elastic_ps.server.orders import Configuration, RemoteShard
+from elastic_ps.server.standby import sum_key
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Frame, Incoming
-from elastic_ps.transport.inproc import InprocConnection, InprocServer, connect
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.transport.inproc import InprocServer, connect
 
 LAYOUT = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1024, shards=1)
 CONFIGURATION = Configuration(LAYOUT, "SGD", Settings(({"lr": 0.1},)), 1, None)
@@ -36,21 +41,36 @@ def test_a_shard_that_is_not_up_yet_is_waited_for() -> None:
     listener.close()
 
 
+class Noting(Connection):
+    """Answers each call, and notes how long it might have taken."""
+
+    def __init__(self) -> None:
+        self.given: list[timedelta] = []
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        self.given.append(timeout)
+        return iter([cast(Incoming, SimpleNamespace(header=b""))])
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(("version", "minutes"), [(None, 1), (7, 10)])
 def test_a_shard_that_reads_a_checkpoint_is_given_time(version: int | None, minutes: int) -> None:
     """Ordered once more, it would read it once more, beside the first time."""
-    given: list[timedelta] = []
+    noting = Noting()
+    RemoteShard("job", noting).configure(replace(CONFIGURATION, load_version=version))
+    assert noting.given == [timedelta(minutes=minutes)]
 
-    class Noting(InprocConnection):
-        def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
-            given.append(timeout)
-            return super().call(method, frame, timeout=timeout)
 
-    listener = InprocServer()
-    listener.serve(lambda method, incoming: iter([Frame(pb.Done().SerializeToString())]))
-    RemoteShard("job", Noting(listener)).configure(replace(CONFIGURATION, load_version=version))
-    assert given == [timedelta(minutes=minutes)]
-    listener.close()
+def test_a_standby_may_take_as_long_as_a_large_bucket_needs() -> None:
+    """Else it would never have the bucket, and be left behind with each round."""
+    noting, body = Noting(), memoryview(bytes(2 * SLOWEST))
+    remote = RemoteShard("job", noting, timeout=timedelta(seconds=10))
+    remote.sum(sum_key(1, 0, 0, 0), body, [True])
+    remote.state(Part(0, 0, 0, "value", "float32", False, True), body, term=1)
+    remote.rows(pb.RowsRequest(), body, term=1)
+    assert noting.given == [timedelta(seconds=12)] * 3
 
 
 def test_a_shard_that_does_not_come_is_not_waited_for_for_ever() -> None:
