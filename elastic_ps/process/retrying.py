@@ -14,7 +14,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from elastic_ps.errors import AskedToEnd, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.errors import (
+    AskedToEnd,
+    ConnectionLost,
+    DeadlineExceeded,
+    RefusalCode,
+    Refused,
+    StorageUnavailable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +90,7 @@ class Pauses:
 
 
 class Patience:
-    """Retries what the storage does not allow at the moment. One thread waits; any may read `problem`.
+    """Retries what the storage or another shard does not allow now. One thread waits; any may read `problem`.
 
     Args:
         asked_to_end: whether the process was asked to end. Then it stops waiting.
@@ -99,7 +106,7 @@ class Patience:
         self.asked_to_end, self._pause = asked_to_end, pause
 
     def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
-        """Call `action` until the storage allows it. Blocks without a limit.
+        """Call `action` until the storage and the other shards allow it. Blocks without a limit.
 
         Args:
             between: called after each failure.
@@ -111,8 +118,8 @@ class Patience:
         while True:
             try:
                 result = action()
-            except (StorageUnavailable, Refused) as error:
-                if not passes(error):  # else another shard waits for its storage
+            except (StorageUnavailable, Refused, ConnectionLost, DeadlineExceeded) as error:
+                if not passes(error):  # else another shard waits for its storage, or is away
                     raise
                 if self.problem != str(error):
                     logger.warning("waiting: %s", error)

@@ -220,7 +220,9 @@ class RemoteShard:
     def configure(self, configuration: Configuration) -> None:
         """See ShardControl. Waits until the shard has started; raises ConnectionLost if it does not."""
         # Ordered once more, a shard would read the checkpoint once more, beside the first time.
-        timeout = CALL_TIMEOUT if configuration.load_version is None else 10 * CALL_TIMEOUT
+        timeout, size = CALL_TIMEOUT, 3 * sum(bucket.nbytes for bucket in configuration.layout.buckets)
+        if configuration.load_version is not None:
+            timeout = calls.allowing(10 * CALL_TIMEOUT, size, SLOWEST)
 
         def ask() -> None:
             request = to_message(pb.ConfigureRequest, configuration, job=self._job, **vars(self._order()))

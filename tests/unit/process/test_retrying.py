@@ -6,11 +6,21 @@ from datetime import timedelta
 
 import pytest
 
-from elastic_ps.errors import AskedToEnd, CheckpointCorrupt, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.errors import (
+    AskedToEnd,
+    CheckpointCorrupt,
+    ConnectionLost,
+    DeadlineExceeded,
+    RefusalCode,
+    Refused,
+    StorageUnavailable,
+)
 from elastic_ps.process.retrying import Patience, Pauses, retry
 
 FULL = StorageUnavailable("no space left")
 AWAY = Refused(RefusalCode.NOT_READY, "shard 1 cannot read its part")
+LATE = DeadlineExceeded("shard 1 still reads its part")
+GONE = ConnectionLost("shard 1 is not there yet")
 
 
 class Flaky:
@@ -18,7 +28,7 @@ class Flaky:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.told = list(errors), [""]
-        self.patience = Patience(lambda: len(self.told) > 5, pause=timedelta(milliseconds=1))
+        self.patience = Patience(lambda: len(self.told) > 9, pause=timedelta(milliseconds=1))
 
     def __call__(self) -> int:
         self.told.append(self.patience.problem)
@@ -28,11 +38,11 @@ class Flaky:
 
 
 def test_it_tries_again_until_there_is_room_and_says_what_it_waits_for() -> None:
-    action, cleared = Flaky(FULL, FULL, AWAY), []
+    action, cleared = Flaky(FULL, FULL, AWAY, LATE, GONE), []
     assert action.patience.until_done(action, between=lambda: cleared.append(1)) == 7
-    assert action.told[1:] == ["", str(FULL), str(FULL), str(AWAY)]
+    assert action.told[1:] == ["", *map(str, (FULL, FULL, AWAY, LATE, GONE))]
     assert action.patience.problem == ""
-    assert len(cleared) == 3
+    assert len(cleared) == 5
 
 
 def test_it_ends_when_it_is_asked_to() -> None:

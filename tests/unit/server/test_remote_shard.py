@@ -55,12 +55,18 @@ class Noting(Connection):
         pass
 
 
-@pytest.mark.parametrize(("version", "minutes"), [(None, 1), (7, 10)])
-def test_a_shard_that_reads_a_checkpoint_is_given_time(version: int | None, minutes: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "elements", "minutes"), [(None, 4, 1), (7, 4, 10), (7, 50 * SLOWEST, 20)]
+)
+def test_a_shard_that_reads_a_checkpoint_is_given_time(
+    version: int | None, elements: int, minutes: int
+) -> None:
     """Ordered once more, it would read it once more, beside the first time."""
+    tensor = TensorSpec("w", (elements,), "float32", Rule.GRADIENT, 0)
+    layout = partition([tensor], bucket_bytes=1 << 30, shards=1)
     noting = Noting()
-    RemoteShard("job", noting).configure(replace(CONFIGURATION, load_version=version))
-    assert noting.given == [timedelta(minutes=minutes)]
+    RemoteShard("job", noting).configure(replace(CONFIGURATION, layout=layout, load_version=version))
+    assert [round(each.total_seconds()) for each in noting.given] == [60 * minutes]
 
 
 def test_a_standby_may_take_as_long_as_a_large_bucket_needs() -> None:
