@@ -22,14 +22,16 @@ from typing import Any, Protocol
 from elastic_ps.api.checkpoints import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
+from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import CheckpointError, Fenced, NoCheckpoint, RefusalCode, Refused, TransportError
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import SLOWEST, USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Written
 from elastic_ps.server.record import to_checkpoint
+from elastic_ps.transport import calls
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +40,6 @@ POLL = 0.01
 
 OVERDUE = timedelta(seconds=60)
 """A problem is reported if the newest checkpoint is older than three intervals and this."""
-
-LAST = timedelta(minutes=10)
-"""How long the end of the job waits for the last version to be on disk."""
 
 
 class Orders(Protocol):
@@ -84,6 +83,7 @@ class Checkpointer:
         limits: ServerLimits = USUAL,
     ) -> None:
         self._limits, self._problem = limits, ""
+        self._allowed = limits.given_up  # the time for a checkpoint of this model
         self.fenced, self.paused = False, timedelta(0)
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
@@ -274,8 +274,11 @@ class Checkpointer:
             state: the state of the job at this version, without tensors.
         """
         tensors, optimizer, state = _beside_model(state)
+        size = sum(math.prod(t["shape"]) * ITEM_SIZE.get(t["dtype"], 0) for t in tensors) // self._shards
         with self._lock:
             self._last, self._last_version, self._files = now, version, {}
+            # An optimizer has up to about four values for each of the model.
+            self._allowed = calls.allowing(self._limits.given_up, 5 * size, SLOWEST)
             self._pending = Manifest(
                 job=self._name,
                 version=version,
@@ -321,7 +324,7 @@ class Checkpointer:
             Refused: a shard has lost the model; the checkpoint is given up.
         """
         began, silent, patience = time.monotonic(), math.inf, self._limits.patience.total_seconds()
-        deadline = began + self._limits.given_up.total_seconds()
+        deadline = began + self._allowed.total_seconds()
         while self._lacks_parts:
             try:
                 ask()
@@ -380,7 +383,7 @@ class Checkpointer:
     def give_up_late(self, now: float) -> None:
         """Give up a checkpoint that has been under way for too long, so another one can begin."""
         with self._lock:
-            most = self._limits.given_up.total_seconds()
+            most = self._allowed.total_seconds()
             late = self._pending is not None and now - self._last > most
             missing = sorted(set(range(self._shards)) - self._files.keys())
         if late:
@@ -415,21 +418,21 @@ class Checkpointer:
 
         The last version and the chief have to be on disk. If the parameter server was lost before that, the
         other workers would continue from the checkpoint, without the workers that were told. A full disk
-        delays the end for `LAST` at most. The shards have to have the last values, too: a worker that lacks
-        them may be the chief.
+        delays the end for the time of a checkpoint at most. The shards have to have the last values, too: a
+        worker that lacks them may be the chief.
         """
         state = self._job.state
         return state.end is not None and state.values_are_here and self.is_kept()
 
     def is_kept(self) -> bool:
-        """Whether the end of training is on disk, or writing it has failed for `LAST`. The lock is held."""
+        """Whether the end of training is on disk, or writing it has failed for long. The lock is held."""
         now, state = self._job.clock(), self._job.state
         if self._store is None or self._holds():
             return True
         end = (state.term, state.version, state.script_state)
         if self._ended is None or self._ended[0] != end:
             self._ended = (end, now)
-        return now - self._ended[1] > LAST.total_seconds()
+        return now - self._ended[1] > self._allowed.total_seconds()
 
     def _holds(self) -> bool:
         """Whether the current version is on disk, and its end if training has ended. The lock is held."""

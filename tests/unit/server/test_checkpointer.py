@@ -24,7 +24,7 @@ from elastic_ps.errors import (
     StorageUnavailable,
 )
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.limits import ServerLimits
+from elastic_ps.server.limits import SLOWEST, ServerLimits
 from elastic_ps.server.orders import Written
 from tests.testing.polling import eventually
 
@@ -206,6 +206,16 @@ def test_a_checkpoint_whose_parts_do_not_come_is_given_up_and_another_one_begun(
     assert not checkpoints.writing
     assert "version 1 was given up: shards [0]" in checkpoints.failure
     assert checkpoints.due(2, 601.0)
+
+
+def test_the_part_of_a_large_model_may_take_longer(two_shards: Checkpointer) -> None:
+    """Else it would never be on disk: each new attempt is as late."""
+    tensors = [{"dtype": "bfloat16", "shape": [60, SLOWEST]}, {"dtype": "json", "shape": [1 << 40]}]
+    two_shards.begin(1, 0.0, {"tensors": tensors, "optimizer": "SGD"}, number=1)
+    two_shards.give_up_late(899.0)
+    assert two_shards.writing
+    two_shards.give_up_late(901.0)
+    assert "after 900 s" in two_shards.failure
 
 
 def test_checkpoints_that_have_gone_are_waited_for(store: Store, checkpoints: Checkpointer) -> None:

@@ -24,7 +24,7 @@ from elastic_ps.core.stages import CourseEvent, Stage
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import record
-from elastic_ps.server.checkpointer import LAST, Checkpointer
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
@@ -215,7 +215,7 @@ def test_a_full_disk_is_tried_again_after_a_pause_and_holds_the_end_up_for_a_whi
     rig.checkpoints.keep_what_must_be()
     assert rig.written == 2
     assert not rig.may_finish()
-    rig.now += LAST.total_seconds()
+    rig.now += USUAL.given_up.total_seconds()
     assert rig.may_finish(), "for ever"
     rig.job.state.rounds.version += 1
     assert not rig.may_finish(), "it is another end, as when a job has gone back to a checkpoint"
