@@ -171,15 +171,13 @@ class Members:
         live = {worker: copy.copy(member) for worker, member in self.live.items()}
         return replace(self, live=live, departed=[copy.copy(member) for member in self.departed])
 
-    def find(self, worker: int, incarnation: int) -> Member:
-        """A worker's incarnation, also if it has ended. Raises KeyError if it is not remembered."""
+    def find(self, worker: int, incarnation: int) -> Member | None:
+        """A worker's incarnation, also if it has ended; None if it is not remembered."""
         member = self.live.get(worker)
         if member is not None and member.incarnation == incarnation:
             return member
-        for gone in reversed(self.departed):
-            if (gone.worker, gone.incarnation) == (worker, incarnation):
-                return gone
-        raise KeyError(incarnation)
+        place = worker, incarnation
+        return next((m for m in reversed(self.departed) if (m.worker, m.incarnation) == place), None)
 
     def last_step(self, member: Member) -> int:
         """The number of a process's last step in the model, in this incarnation or an earlier one; -1 for
@@ -188,11 +186,8 @@ class Members:
         Step numbers continue from one incarnation to the next.
         """
         while member.last_step < 0 and 0 < member.follows < member.incarnation:
-            try:
-                before = self.find(member.worker, member.follows)
-            except KeyError:  # it was too long ago
-                break
-            if before.instance != member.instance:
+            before = self.find(member.worker, member.follows)
+            if before is None or before.instance != member.instance:  # None: it was too long ago
                 break
             member = before
         return member.last_step

@@ -61,8 +61,10 @@ def wanted(
     if furthest < settings.heeds:
         return ""
     sent = {c.incarnation: c.settings for c in contributions if heeds[c.incarnation] == furthest}
-    members_of = (members.find(c.worker, c.incarnation) for c in contributions if c.incarnation in sent)
-    first = eldest(members_of)
+    found = [members.find(c.worker, c.incarnation) for c in contributions if c.incarnation in sent]
+    if not (known := [member for member in found if member is not None]):
+        return ""  # they have ended, and so many others since that they are not remembered
+    first = eldest(known)
     most = max((member.steps for member in members.live.values()), default=0)
     text = sent[first.incarnation]
     ahead = _steps(text, settings) - settings.steps

@@ -572,10 +572,10 @@ class JobState:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
             self.late_records.trained(c.ranges)
-            member = self.members.find(c.worker, c.incarnation)
-            member.steps, member.last_step = member.steps + (not c.assigns), c.step
-            member.staleness = staleness[c.worker]
-            member.records += sum(r.records for r in c.records)
+            if (member := self.members.find(c.worker, c.incarnation)) is not None:
+                member.steps, member.last_step = member.steps + (not c.assigns), c.step
+                member.staleness = staleness[c.worker]
+                member.records += sum(r.records for r in c.records)
         if self.state_holders is not None:
             self.state_holders.holders = sent
         self.rounds.end_commit()

@@ -312,6 +312,19 @@ def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobSta
     assert state.begin(member, version=0, step=0) is Entry.LATE
 
 
+def test_a_step_counts_although_its_worker_has_ended_and_is_not_remembered(state: JobState) -> None:
+    first, second = two(state)
+    for member in (first, second):
+        finish(state, member, step=1)
+    contributions = state.begin_commit()
+    state.members.keep_departed = 1
+    for member in (first, second, state.members.join(2, pid=2, host="here", version=1, now=0)):
+        state.members.remove(member.worker, outcome="lost", version=1)
+    state.decide_settings(contributions)
+    state.book(contributions, 0, decided=0)
+    assert state.version == 2
+
+
 def heeding(evaluations: int) -> Settings:
     return Settings(({"lr": 0.5},), ({"steps": 0, "heeds": evaluations, "state": {}},))
 
