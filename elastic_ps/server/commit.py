@@ -473,7 +473,7 @@ class CommitCoordinator:
             raise
         state = JobRecord.read(found.state).continued(
             term=term,
-            lease=job.lease,
+            lease=job.spec.worker.lease_duration,
             consistency=mutable.consistency,
             data=job.spec.data,
             version=found.version,
@@ -526,12 +526,9 @@ class CommitCoordinator:
 
         This process's shard is the last one, because it answers workers' pulls.
         """
-        reports: list[Report] = []
-        if len(self.shards) > 1:
-            to_others = replace(advance, state="")
-            others = [self._fan_out.submit(shard.advance, to_others) for shard in self.shards[1:]]
-            reports = [future.result() for future in others]
-        reports.append(self.shards[0].advance(advance))
+        to_others = replace(advance, state="")
+        others = [self._fan_out.submit(shard.advance, to_others) for shard in self.shards[1:]]
+        reports = [*(future.result() for future in others), self.shards[0].advance(advance)]
         for shard, report in zip([*range(1, len(self.shards)), 0], reports, strict=True):
             if self._standbys:
                 self.standings[shard] = report.standby

@@ -109,9 +109,10 @@ class Guarded:
 
     def blank(self, term: int) -> JobState:
         """The state of a job without a model, in this term."""
-        spec, state_holders = self.spec, StateHolders() if self.spec.all_reduce else None
+        spec, holders = self.spec, StateHolders() if self.spec.all_reduce else None
+        lease = spec.worker.lease_duration
         state = JobState(
-            term, self.lease, spec.consistency, spec.data, mutable=self.mutable, state_holders=state_holders
+            term, lease, spec.consistency, spec.data, mutable=self.mutable, state_holders=holders
         )
         # If all checkpoints were lost, the same term was begun before. Its workers must not pass for members.
         state.members.last_incarnation += secrets.randbits(31)
@@ -128,15 +129,6 @@ class Guarded:
         with self.lock:
             return self.state.term
 
-    @property
-    def lease(self) -> timedelta:
-        """How long a member may be silent."""
-        return self.spec.worker.lease_duration
-
-    @property
-    def _is_settled(self) -> bool:
-        return self.closing or (self.course is Course.RUNNING and not self.state.rounds.committing)
-
     @contextmanager
     def settled(self) -> Iterator[JobState]:
         """Hold the lock while no round is being committed. Blocks for `limits.settled` at most.
@@ -149,8 +141,9 @@ class Guarded:
 
     def _settle(self) -> JobState:
         """The state as soon as it is settled; see `settled`. The lock is held."""
-        settled = self._is_settled or self.changed.wait_for(
-            lambda: self._is_settled, timeout=self.limits.settled.total_seconds()
+        settled = self.changed.wait_for(
+            lambda: self.closing or (self.course is Course.RUNNING and not self.state.rounds.committing),
+            timeout=self.limits.settled.total_seconds(),
         )
         if self.closing:
             raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
@@ -241,7 +234,7 @@ class Guarded:
         """
         now = self.clock()
         for worker in self.state.members.expired(now):
-            self.drop(worker, "lost", f"silent for {self.lease.total_seconds():g} s")
+            self.drop(worker, "lost", f"silent for {self.spec.worker.lease_duration.total_seconds():g} s")
         limit = self.spec.worker.progress_timeout
         for worker, seconds in self.state.hung(now, limit, queued=queued).items():
             self.drop(worker, "hung", f"the others have waited for its step for {seconds:.1f} s")

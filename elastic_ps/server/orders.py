@@ -190,7 +190,7 @@ CALL_TIMEOUT = timedelta(seconds=60)
 """The timeout of an order, for which a shard may have to make a step."""
 
 LOOK_TIMEOUT = timedelta(seconds=10)
-"""The timeout of a call for which a standby computes nothing."""
+"""The timeout of a shard's calls to its standby: training goes on without one that does not answer."""
 
 
 class RemoteShard:
@@ -209,8 +209,7 @@ class RemoteShard:
         start: timedelta = START_TIMEOUT,
         timeout: timedelta = CALL_TIMEOUT,
     ) -> None:
-        self._job = job
-        self._connection = connection
+        self._job, self._connection = job, connection
         self._start, self._timeout = start, timeout
         self._source, self._numbers = uuid.uuid4().hex, itertools.count(1)
 

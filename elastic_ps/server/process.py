@@ -28,7 +28,7 @@ from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import RemoteShard, ShardControl
+from elastic_ps.server.orders import LOOK_TIMEOUT, RemoteShard, ShardControl
 from elastic_ps.server.reconfiguration import DesiredConfiguration
 from elastic_ps.server.record import require_usable
 from elastic_ps.server.service import Callers, EvaluatorCalls, Service
@@ -39,9 +39,6 @@ from elastic_ps.server.steps import StepCalls
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.calls import At
-
-STANDBY_TIMEOUT = timedelta(seconds=10)
-"""The timeout of a shard's call to its standby. Training goes on without one that does not answer."""
 
 
 class ParameterServer:
@@ -74,18 +71,17 @@ class ParameterServer:
         spec, index = environment.spec, environment.index
         Plan(spec.compression)  # a codec that cannot be imported ends the process at once
         optimizers = Optimizers(spec.parameter_server.optimizers)
-        shards = spec.parameter_server.replicas
+        self._shards = shards = spec.parameter_server.replicas
         process = f"{environment.role}-{index}"
         self._trace = Trace(environment.trace, process)
         self._history = History(environment.history, process)
-        self._server = server
-        self._patience = patience or Patience()
+        self._server, self._patience = server, patience or Patience()
         self._remotes: list[RemoteShard] = []
         self._store = store = Store(environment.checkpoints) if environment.checkpoints else None
         self._leads, follower = environment.role == "ps", None
         if self._leads and connect_standby is not None and store is not None:
             connection, at_once = connect_standby(index), timedelta(0)
-            standby = RemoteShard(environment.job, connection, start=at_once, timeout=STANDBY_TIMEOUT)
+            standby = RemoteShard(environment.job, connection, start=at_once, timeout=LOOK_TIMEOUT)
             follower = Follower(standby, limits)
         self.node = Node(
             index,
@@ -98,7 +94,6 @@ class ParameterServer:
             follower=follower,
             limits=limits,
         )
-        self._shards = shards
         self._tensors = TensorStore(
             index,
             shards,

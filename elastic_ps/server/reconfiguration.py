@@ -69,7 +69,7 @@ class Reconfiguration:
             if wanted is None:
                 return
             if not wanted.replaces(before):
-                self._done()
+                self.problem, self._wanted = "", None
                 return
             refusal = before.refusal(wanted) or self._unreachable(wanted, state)
             if refusal:
@@ -78,7 +78,7 @@ class Reconfiguration:
             if not wanted.needs_term(before):
                 job.tune(wanted.model_copy(update={"since": before.since}))
                 self._checkpoints.tune(wanted.checkpoint)
-                self._done()
+                self.problem, self._wanted = "", None
                 return
             if state.finished or not self._may_begin(state):
                 return
@@ -166,9 +166,6 @@ class Reconfiguration:
         if reason != self.problem:
             logger.warning("the job is not changed: %s", reason)
         self.problem, self._wanted = reason, None
-
-    def _done(self) -> None:
-        self.problem, self._wanted = "", None
 
 
 LIMIT = 1 << 20

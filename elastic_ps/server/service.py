@@ -149,11 +149,8 @@ class Service:
 
     def _check_header(self, call: Call[Any, Any], size: int) -> None:
         """Raise Malformed if a header is longer than any valid one, before it is parsed."""
-        known = self._callers.model_header
-        if call.describes and known is None:
-            return
-        limit = max(HEADER, 2 * known) if call.describes and known is not None else HEADER
-        if size > limit:
+        known = self._callers.model_header if call.describes else 0
+        if known is not None and size > (limit := max(HEADER, 2 * known)):
             raise Malformed(f"{call.name}: a header of {size} bytes; the limit is {limit}")
 
 

@@ -81,13 +81,11 @@ class Shard:
         draft_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self._limits = limits
+        self.index, self._limits, self.optimizer = index, limits, model.optimizer
         self.layout = layout = model.layout
-        self.optimizer = model.optimizer
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
-        self.index = index
         self.tables = (FollowingTables if model.follows else ShardTables)(index, layout.shards)
         self._advancing = threading.RLock()
         self._log = PushLog(term=model.term, several=consistency.several_steps)

@@ -66,10 +66,8 @@ class BucketValues:
         allocate: Allocate = plain,
         deltas: Codec | None = None,
     ) -> None:
-        self.bucket = bucket
-        self._deltas = deltas
+        self.bucket, self._deltas, self._stale = bucket, deltas, stale
         self.delta: Delta | None = None
-        self._stale = stale
         self.memory = allocate(bucket.nbytes)
         self.values = as_tensor(self.memory, dtype_of(bucket.dtype))
         self.master = self.values

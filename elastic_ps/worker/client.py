@@ -224,9 +224,6 @@ class Client:
         """
         self._asked_to_leave = self._asked_to_leave or time.monotonic()
 
-    def _is_late(self, since: float, now: float) -> bool:
-        return now > since + self._patience.total_seconds()
-
     def hasten(self) -> None:
         """This worker is about to end: from now on failing calls are repeated for `goodbye` only."""
         self._patience = self.limits.goodbye
@@ -372,10 +369,7 @@ class Client:
         return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
 
     def pull(self, member_id: MemberId, shard: int, wanted: pb.PullRequest, answer: int = 0) -> Answers:
-        """One try of a pull: (answer, body). Blocks. Raises TransportError: pull again what is missing.
-
-        `answer`: the size of all bodies, which gives the time limit.
-        """
+        """One try of a pull of `answer` bytes. Blocks. Raises TransportError: pull again what is missing."""
         wanted.caller.CopyFrom(member_id.caller())
         return self._pulled(shard, calls.PULL.name, Frame(wanted.SerializeToString()), answer)
 
@@ -455,7 +449,7 @@ class Client:
         now, asked = time.monotonic(), self._asked_to_leave
         silent = f"the parameter server has not answered for {now - since:.0f} s"
         leaving = asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds()
-        if leaving or self._is_late(since, now):
+        if leaving or now > since + self._patience.total_seconds():
             return ConnectionLost(f"{silent}: {problem}")
         if now - max(since, self._noticed) >= self.limits.notice.total_seconds():
             self._noticed = now
@@ -487,7 +481,7 @@ class Client:
                         raise lost from error
                 elif error.code is RefusalCode.NOT_YOUR_TURN:
                     began, since = now, math.inf  # it waits for a worker
-                elif error.code is not RefusalCode.NOT_READY or self._is_late(since, now):
+                elif error.code is not RefusalCode.NOT_READY or now > since + self._patience.total_seconds():
                     raise
                 if isinstance(error, Refused) and not answered:
                     pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE), True

@@ -52,9 +52,7 @@ class Flat:
                 as buffers.
         """
         world = world or LocalWorld()
-        self.layout = layout
-        self.tensors = tensors
-        self._registered = registered
+        self.layout, self.tensors, self._registered = layout, tensors, registered
         if stepped_here:
             self._changing = frozenset(Rule) - {Rule.CONSTANT}
         elif world.alone:

@@ -62,12 +62,8 @@ class Gradients:
     def __init__(
         self, flat: Flat, runtime: Runtime, *, overlap: bool, check: bool = False, lend: bool = False
     ) -> None:
-        self._flat = flat
-        self._runtime = runtime
-        self._overlap = overlap
-        self._lend = lend and not check
-        self._check = check
-        self._synchronise = True
+        self._flat, self._runtime, self._overlap, self._check = flat, runtime, overlap, check
+        self._lend, self._synchronise = lend and not check, True
         self._trainable = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
         rules = enumerate(spec.rule for spec in flat.layout.tensors)
         self._buffers = [i for i, rule in rules if rule not in (Rule.GRADIENT, Rule.CONSTANT)]

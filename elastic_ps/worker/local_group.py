@@ -274,8 +274,7 @@ class _Reducer:
     ) -> None:
         self.weights: Sequence[float] = ()
         self._weight: float | None = None
-        self._same = same
-        self._flat, self._done = flat, done
+        self._flat, self._done, self._same = flat, done, same
         self._told: list[dict[tuple[int, int], _Told]] = [{} for _ in links]
         self._ended: dict[int, Exception] = {}  # why a process says nothing any more
         self._changed = threading.Condition()

@@ -94,8 +94,7 @@ class LocalSteps:
         self.made = 0
         rule = self._consistency.outer_rule
         self._rate, self._elastic = rule.learning_rate, rule.elastic
-        self._flat = flat
-        self._runtime = runtime
+        self._flat, self._runtime = flat, runtime
         self._own: dict[int, torch.Tensor] = {}
         self.started: Started | None = None
         self._before: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about

@@ -386,7 +386,7 @@ class Membership:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
-        self.take_settings()
+        self.schedule.take_over(self.in_force)
         self._note_join(version, term=self.client.term)
         logger.info("joined again at version %d", version)
 
@@ -418,10 +418,6 @@ class Membership:
         self.batches.forget(lost=lost)
         if self.local is not None:
             self.local.void()
-
-    def take_settings(self) -> None:
-        """Take the settings over that are in force."""
-        self.schedule.take_over(self.in_force)
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""
@@ -491,9 +487,7 @@ class Heartbeat:
     """
 
     def __init__(self, client: Client, interval: timedelta, on_hung: Callable[[str], None] | None) -> None:
-        self.client = client
-        self._interval = interval
-        self._on_hung = on_hung
+        self.client, self._interval, self._on_hung = client, interval, on_hung
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()

@@ -323,7 +323,7 @@ class ElasticOptimizer(_Wrapping):
             with runtime.known():
                 takes_part = _assign_since(runtime, strategy, base)
         if strategy.version != base + 1:
-            runtime.take_settings()
+            runtime.schedule.take_over(runtime.in_force)
         if runtime.records.computing and not takes_part:
             runtime.drop_step()
 

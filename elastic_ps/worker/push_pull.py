@@ -212,7 +212,8 @@ class PushPull(Strategy):
                 self._ask_for(pulls)
                 if not pushing.several:
                     progress.missing.add(FINISH)
-            self._end(ending)
+            self._enqueue(progress.end(ending))
+            self._changed.notify_all()
         if in_one_call:
             self._receive(pulls[0])
         self._wait()
@@ -232,11 +233,6 @@ class PushPull(Strategy):
         """Give up the step under way."""
         self._fail(ConnectionLost("the script was interrupted"), self._progress.generation)
 
-    def _end(self, ending: pb.FinishRequest) -> None:
-        """The script has ended the step: push the rest. The lock is held."""
-        self._enqueue(self._progress.end(ending))
-        self._changed.notify_all()
-
     def _restart(self, attempt: int, generation: int) -> None:
         """The round starts again: everything is to be pushed once more, for another attempt."""
         with self._lock:
@@ -247,7 +243,8 @@ class PushPull(Strategy):
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""
         progress = self._progress
         with self._lock:
-            self._end(ending)
+            self._enqueue(progress.end(ending))
+            self._changed.notify_all()
         while True:
             self._wait()
             with self._lock:

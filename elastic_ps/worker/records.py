@@ -164,7 +164,7 @@ class Records:
         if granted.ranges:
             if behind:
                 strategy.fetch(granted.version, contributor=True)
-                self._member.take_settings()
+                self._member.schedule.take_over(self._member.in_force)
             else:
                 strategy.computes_on(granted.version)
         elif granted.finished:

@@ -311,7 +311,7 @@ class Runtime(Membership):
                 self.leave_step()
                 with self.known(in_step=True):
                     self.strategy.fetch(self.version, contributor=False)
-                    self.take_settings()
+                    self.schedule.take_over(self.in_force)
             elif expelled(refusal):
                 self.join_again(refusal)
             else:

@@ -81,8 +81,7 @@ class Session:
             limits: how long it waits.
         """
         self.processes = world = world or LocalWorld()
-        self.spec = spec
-        self.worker = worker
+        self.spec, self.worker = spec, worker
         client = Client(
             job,
             worker,
@@ -98,8 +97,7 @@ class Session:
         self._runtime = Runtime(spec, client, on_hung=on_hung, on_joined=on_joined, world=world, host=host)
         self._averages = Averages(lambda: self._runtime.records.over)
         self._runtime.at_close.append(self._averages.close)
-        self._owner = os.getpid()
-        self._client = client
+        self._owner, self._client = os.getpid(), client
         self._tensors: Tensors | None = None
         self._optimizer: ElasticOptimizer | None = None
         self._loaders: list[ElasticLoader] = []
