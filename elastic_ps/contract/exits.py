@@ -20,6 +20,7 @@ LEFT (251)       a worker was asked to leave (SIGTERM) and left before the end; 
                  starter asked
 LOST (252)       a worker whose parameter server was lost with all checkpoints; replaced, so that training
                  begins again
+SILENT (253)     a worker whose parameter server did not answer for `WorkerLimits.patience`; replaced
 ================ ============================================================================
 """
 
