@@ -132,7 +132,7 @@ def export(
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for all
             raise UserError(f"cannot write {out}: {error}") from error
         finally:
-            with contextlib.suppress(OSError):  # that of writing is told
+            with contextlib.suppress(OSError):  # the first error is the one to tell
                 temporary.unlink()
         return reader.manifest.version, len(values)
 

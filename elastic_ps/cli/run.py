@@ -299,7 +299,11 @@ def _handled(handler: signal._HANDLER) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_end_the_process(so: str) -> Iterator[None]:
-    """End by an exception, so that what was started ends, too. `so` tells what that means."""
+    """Let a signal end this process by an exception, so that whatever it has started ends, too.
+
+    Args:
+        so: what the message says of the consequence.
+    """
 
     def end(number: int, _frame: FrameType | None) -> None:
         print(f"stopped by {signal.Signals(number).name}: {so}", file=sys.stderr)

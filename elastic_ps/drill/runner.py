@@ -124,7 +124,8 @@ def run(
                 replace(options, history=history, route=wires.route if wires else None),
             ) as launcher,
         ):
-            shutil.rmtree(checkpoints, ignore_errors=True)  # no other drill of the job runs any more
+            # This launcher has the job's name, so nobody uses them.
+            shutil.rmtree(checkpoints, ignore_errors=True)
             launcher.start()
             target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit or limit_of(job))
             injections = train(target, faults, tell)

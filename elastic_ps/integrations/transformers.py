@@ -469,7 +469,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Take a share of all steps, as the arguments may give, for one of this worker's steps."""
-        if not self._begun:  # an evaluation before, as by `eval_on_start`, is not the job's
+        if not self._begun:  # `eval_on_start` has evaluated before, which does not count
             self._begun = True
             self._trainer.best_of_job.take_over()
         for name in ("logging_steps", "eval_steps", "save_steps"):

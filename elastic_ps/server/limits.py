@@ -33,7 +33,7 @@ class ServerLimits:
     """How long calls to a silent shard are repeated, and a closing server waits for its last checkpoint."""
 
     given_up: timedelta = timedelta(minutes=10)
-    """A checkpoint is given up if a shard has not written its part after this time and that for its bytes."""
+    """A checkpoint is given up if a shard takes longer than this, plus the time for its bytes."""
 
     written: timedelta = timedelta(milliseconds=500)
     """How long steps wait for the writing of a checkpoint's part, before they copy the rest."""

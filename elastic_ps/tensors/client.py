@@ -68,7 +68,7 @@ class Client(Protocol):
         body: memoryview = EMPTY,
         answer: int = 0,
     ) -> list[T]:
-        """The same; returns what `read` makes of each answer. `answer`: the size of all bodies."""
+        """The same; returns what `read` makes of each answer. `answer`: how many bytes come back."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Replica:
         return not self._newer
 
     def _fetch_once(self, version: int, missing: set[int]) -> None:
-        """One call. Takes the buckets that come out of `missing`. It may fail only if none has come."""
+        """One call. Removes the buckets that have come from `missing`. Raises only if none has come."""
         wanted = pb.PullRequest(version=version, buckets=sorted(missing), brief=True)
         size = sum(self._flat.layout.buckets[index].nbytes for index in missing)
         try:
