@@ -425,7 +425,7 @@ class Checkpointer:
         return state.end is not None and state.values_are_here and self.is_kept()
 
     def is_kept(self) -> bool:
-        """Whether the end of training is on disk, or writing it has failed for long. The lock is held."""
+        """Return True if the end of training is on disk, or writing it has failed for long. Hold the lock."""
         now, state = self._job.clock(), self._job.state
         if self._store is None or self._holds():
             return True
