@@ -201,7 +201,6 @@ def main() -> None:
     limits = [
         Figure("a join", join * 1e3, 1.0, "ms", "target"),
         Figure("leases", share * 100, 5.0, "%", "target"),
-        Figure("blocked pulls that are served", len(late), count - 1, "calls", "asked", more=True),
     ]
     write(parsed.json, limits)
 

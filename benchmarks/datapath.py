@@ -147,13 +147,13 @@ def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
             {"params": list(layer.parameters()), "lr": 1e-4 / (1 + number)}
             for number, layer in enumerate(each for each in model.modules() if [*each.parameters(False)])
         ]
-        return torch.optim.AdamW(groups)
+        return torch.optim.AdamW(groups, fused=True)
     if name.startswith("AdamW"):
-        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if name == "Adam":
-        return torch.optim.Adam(model.parameters(), lr=1e-4)
+        return torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     momentum = 0.9 if name == "SGD" else 0.0
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
 
 
 def make_batch(
@@ -265,7 +265,9 @@ def train_with_ddp(case: str, directory: Path, hook: str = "") -> None:
     (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
     chosen = CASES[case]
     model, shape, classes = make_model(chosen.model)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB.get(hook))
+    wrapped = torch.nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=BUCKET_MB.get(hook), gradient_as_bucket_view=True
+    )
     compress(wrapped, hook)
     optimizer = make_optimizer(chosen.optimizer, model)
     dtype = next(model.parameters()).dtype
@@ -355,9 +357,11 @@ def measure_parameter_server(
             measured.hidden = hidden
             launcher.stop("measured", at_once=True)
             launcher.wait(timedelta(seconds=30))
-    if len(seen) > 1 and seen[-1][0] > seen[0][0]:
-        measured.server = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
-        measured.cpu += measured.server
+    if not seen or seen[-1][0] == seen[0][0]:
+        print(f"{case}: too short for the parameter server's processor time, which is left out", flush=True)
+        return measured
+    measured.server = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+    measured.cpu += measured.server
     return measured
 
 

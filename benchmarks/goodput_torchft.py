@@ -110,7 +110,8 @@ class UnderTorchft:
         return False
 
     def finish(self) -> str:
-        return "torchft counts batches, and does not know of records"
+        ended = f"; replicas ended by themselves {self._machines.ended} times" if self._machines.ended else ""
+        return f"torchft counts batches, and does not know of records{ended}"
 
     def close(self) -> None:
         self._machines.close()

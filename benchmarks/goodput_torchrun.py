@@ -59,7 +59,7 @@ def train_with_ddp(directory: Path, machine: int | None) -> None:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     worker = rank if machine is None else machine
     put(directory / f"worker-{worker}.pid", str(os.getpid()))
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    model = torch.nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
     optimizer = make_optimizer(model)
     saved, samples = directory / "checkpoint.pt", 0
     if saved.exists():
@@ -88,12 +88,21 @@ def train_with_ddp(directory: Path, machine: int | None) -> None:
 
 
 class UnderTorchrun:
-    """Ranks that torchrun starts again, all together, when one ends. `machines`: each has a machine."""
+    """Ranks that torchrun starts again, all together, when one ends.
 
-    def __init__(self, directory: Path, machines: Machines | None = None) -> None:
-        self._directory, self._machines = directory, machines
+    Args:
+        machines: each rank has a machine; or
+        agent: all have this one.
+    """
+
+    def __init__(
+        self, directory: Path, machines: Machines | None = None, agent: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self._directory, self._machines, self._agent = directory, machines, agent
 
     def samples(self) -> int | None:
+        if self._agent is not None and self._agent.poll() is not None:
+            raise RuntimeError(f"torchrun has ended: {last_error(self._directory)}")
         return next(iter(numbers_in(self._directory / "samples")), None)
 
     def pid(self, worker: int) -> int | None:
@@ -148,7 +157,7 @@ def on_one_machine(directory: Path, workers: int) -> Iterator[System]:
     options = ["--standalone", "--nproc-per-node", str(workers)]
     agent = _start(command(directory, options), directory / "log")
     try:
-        yield UnderTorchrun(directory)
+        yield UnderTorchrun(directory, agent=agent)
     finally:
         kill_with_descendants(agent.pid)
         agent.wait()

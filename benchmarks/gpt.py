@@ -107,7 +107,7 @@ def train_with_ddp(steps: int, small: bool) -> None:
     stamps.stamp("enters")
     model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     stamps.stamp("entered")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     records = Text(steps * BATCH, size["vocabulary"])
     for x, y in torch.utils.data.DataLoader(records, BATCH):
         step(model, optimizer, x, y)

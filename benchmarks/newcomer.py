@@ -37,8 +37,8 @@ def train_with_ddp(directory: Path) -> None:
     torch.distributed.init_process_group("gloo")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     (directory / f"process-{os.getpid()}").touch()
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    model = torch.nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     x, y = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, 1)
     while True:
         step(model, optimizer, x, y)

@@ -76,7 +76,7 @@ def train_with_parameter_server() -> None:
     torch.set_num_threads(1)
     session = elastic_ps.connect()
     model = make_model()
-    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-4), model)
+    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-4, fused=True), model)
     for x, y in session.loader(Zeros(), BATCH, epochs=EPOCHS):
         step(model, optimizer, x, y)
 
@@ -87,8 +87,8 @@ def train_with_ddp(directory: Path, interval: float) -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    model = torch.nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     saved, number = directory / "checkpoint.pt", 0
     if saved.exists():
         state = torch.load(saved, weights_only=True)
@@ -143,14 +143,6 @@ def seconds_until_passed(read: Read, kill: Callable[[], None]) -> Recovered:
         time.sleep(0.01)
 
 
-def wait_for(read: Read, step_number: int) -> None:
-    deadline = time.monotonic() + LIMIT
-    while read()[1] < step_number:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"step {step_number} not within {LIMIT:.0f} s")
-        time.sleep(0.05)
-
-
 def make_job(
     workers: int, interval: float, durability: str = "checkpoint", strategy: str = "parameter-server"
 ) -> TrainingJob:
@@ -198,8 +190,8 @@ def measure_parameter_server(workers: int, interval: float, train: float, durabi
             status = fetch_status(launcher.status().http[0])
             return (1, int(all(status.standbys))) if status else (1, 0)
 
-        wait_for(version, 1)
-        wait_for(followed, 1)
+        until(lambda: version()[1] >= 1, "a step")
+        until(lambda: followed()[1] >= 1, "a step")
         began, first = time.monotonic(), version()[1]
         time.sleep(train)
         status = fetch_status(launcher.status().http[0])
@@ -291,7 +283,7 @@ def measure_ddp(workers: int, interval: float, train: float) -> Recovered:
             return 0, 0
 
         with torchrun(directory, workers, __file__, "--interval", str(interval)):
-            wait_for(number, 1)
+            until(lambda: number()[1] >= 1, "a step")
             time.sleep(train)
             pid = int((directory / f"rank-{workers - 1}.pid").read_text())
             return seconds_until_passed(number, lambda: os.kill(pid, signal.SIGKILL))

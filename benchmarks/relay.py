@@ -133,11 +133,13 @@ def main() -> None:
             variables={f"{PREFIX}ADDRESSES": relayed, "DIRECT": direct},
             log=log,
         )
-        while client.poll() is None:
+        while (status := client.poll()) is None:
             time.sleep(0.05)
         print(log.read_text(), end="", flush=True)
         server.stdin.close()
     slots.close()
+    if status:
+        raise SystemExit(f"the client has ended with status {status}")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def train_with_ddp() -> None:
     stamp(THEIRS[1], IMPORTED)
     torch.distributed.init_process_group("gloo")
     stamp(THEIRS[2])
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    model = torch.nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     stamp(BOTH[0])
     for number in range(STEPS):

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import convergence
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import BATCH, LIMIT, ROOT, WIDTH, Zeros, make_model, step, torchrun
-from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.job import TrainingJob
 
 WARM = 20
 """Steps before the measurement."""
@@ -36,7 +37,7 @@ def train_with_parameter_server(slowness: float) -> None:
     torch.set_num_threads(1)
     session = elastic_ps.connect()
     model = make_model()
-    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-4), model)
+    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-4, fused=True), model)
     for x, y in session.loader(Zeros(), BATCH, epochs=1000):
         time.sleep(PAUSE * (1.0 if session.worker else slowness))
         step(model, optimizer, x, y)
@@ -48,8 +49,8 @@ def train_with_ddp(directory: Path, slowness: float) -> None:
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
     (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    model = torch.nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     x, y = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, 1)
     number = 0
     while True:
@@ -74,15 +75,9 @@ def rate(read: Callable[[], int], seconds: float) -> float:
 
 
 def make_job(workers: int, slowness: float, consistency: Mapping[str, int | str]) -> TrainingJob:
-    spec = {
-        "entrypoint": "benchmarks.straggler:train_with_parameter_server",
-        "arguments": {"slowness": slowness},
-        "worker": {"replicas": workers},
-        "consistency": consistency,
-        "data": {"shuffle": False},
-    }
-    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
-    return parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
+    entrypoint, arguments = "benchmarks.straggler:train_with_parameter_server", {"slowness": slowness}
+    data = {"shuffle": False}
+    return convergence.make_job(workers, consistency, arguments, entrypoint=entrypoint, data=data)
 
 
 def measure_parameter_server(job: TrainingJob, seconds: float) -> float:

@@ -13,7 +13,7 @@ With `--known 10000000` elastic-ps has a table that grows instead, in which so m
 then the same one while the rows of the next batch are fetched during a step. Two more compare the sizes of
 tables: one has a tenth of the rows, and one twice as many, of which as few are looked up as in the small one.
 The network is DeepFM's: a factorization machine beside a feed-forward network. With N workers a step has N
-times as many records as one of "one process", so N of the latter's steps are compared.
+times as many records as one of one process, so N of the latter's steps are compared.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ def train_without(path: str, rows: int, batch: int, *, ddp: bool) -> None:
     model: torch.nn.Module = Model(rows, kind="dense" if ddp else "sparse")
     if ddp:
         torch.distributed.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01, fused=ddp)
     loader = torch.utils.data.DataLoader(Numbers(STEPS * batch), batch)
     median = run(model, optimizer, loader, Looked(rows, rows))
     if int(os.environ.get("RANK", "0")) == 0:
@@ -208,7 +208,7 @@ def main() -> None:
         return
     os.chdir(ROOT)
     kind, size = ("growing", parsed.known) if parsed.known else ("sparse", rows)
-    found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "one process": []}
+    found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "steps of one process": []}
     few = size // 10 if parsed.known else size
     large = (2 if parsed.known else 4) * size
     of_large = f"{few:,} of {large:,} rows"
@@ -218,7 +218,7 @@ def main() -> None:
     for number in range(parsed.rounds):
         found["elastic-ps"].append(elastic(size, batch, workers, kind))
         found["DDP"].append(without(rows, batch, workers))
-        found["one process"].append(without(rows, batch, 1) * workers)
+        found["steps of one process"].append(without(rows, batch, 1) * workers)
         found[of_large].append(elastic(large, batch, workers, kind, used=few))
         if parsed.known:
             found[f"{few:,} rows"].append(elastic(few, batch, workers, kind))
@@ -231,7 +231,7 @@ def main() -> None:
     for name, value in median.items():
         print(f"{name:28}{value:10.2f} ms    elastic-ps / this {ours / value:6.2f}")
     what = f"{size:,} rows, {workers} workers, batches of {batch}"
-    others = [name for name in ("DDP", "one process", "fetched ahead") if name in found]
+    others = [name for name in ("DDP", "steps of one process", "fetched ahead") if name in found]
     figures = [Figure(what, ours, median[name], "ms", name) for name in others]
     beside = f"{few:,} rows" if parsed.known else "elastic-ps"
     larger = median[of_large]
