@@ -25,7 +25,8 @@ def main(epochs: int = 10, batch_size: int = 16, lr: float = 0.05, tau: int = 5,
 
     session = elastic_ps.connect()
     server = session.server
-    server.init("centre", parameters_to_vector(model.parameters()))
+    if not server.init("centre", parameters_to_vector(model.parameters())):  # begin where the others are
+        vector_to_parameters(server.pull("centre"), model.parameters())
 
     def exchange() -> None:
         mine = parameters_to_vector(model.parameters()).detach()

@@ -47,7 +47,7 @@ def main(epochs: int = 40, batch_size: int = 32, lr: float = 0.003, clamp: float
     session.seed(1)  # each worker draws noise of its own
     for (points,) in session.loader(real, batch_size=batch_size, epochs=epochs):
         fake = generator(torch.randn(len(points), NOISE))
-        if session.version % 3 == 2:  # the same for all workers
+        if session.version % 3 == 2:  # the same for all workers (in mode sync)
             name, loss = "generator", -critic(fake).mean()
         else:
             name, loss = "critic", critic(fake.detach()).mean() - critic(points).mean()

@@ -367,9 +367,10 @@ def test_an_exponential_moving_average(tmp_path: Path) -> None:
             "dataset": dataset,
             "loss_of": loss_of,
         }
-        names["model"] = make_mlp((2, 1))
+        names["model"] = model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), make_mlp((2, 1)))
         exec(recipe("An exponential moving average"), names)
         averages.append([value.detach() for value in names["both"]["average"].parameters()])
+        assert all(map(torch.equal, names["both"]["average"].buffers(), model.buffers()))
 
     with running_job(tmp_path) as job:
         job.run(script, workers=2)
