@@ -88,6 +88,12 @@ def evaluate(argv: list[str]) -> int:
     out = sys.stdout
 
     class Printed(source.DirectorySource):
+        begun = False
+
+        def begin(self) -> source.Checkpoint | None:
+            self.begun = True
+            return super().begin()
+
         def finish(self, checkpoint: source.Checkpoint) -> None:
             if parsed.json:
                 finite = {name: value for name, value in checkpoint.metrics.items() if isfinite(value)}
@@ -98,10 +104,15 @@ def evaluate(argv: list[str]) -> int:
             print(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", flush=True)
 
     try:
-        checkpoints.use(Printed(parsed.directory, parsed.version))
+        checkpoints.use(printed := Printed(parsed.directory, parsed.version))
         # The script's own output is not JSON.
         with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext(), _settled():
             entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
+        if not printed.begun:
+            raise UserError(
+                f"{parsed.entrypoint} evaluated nothing of {parsed.directory}: an evaluator loops over "
+                "elastic_ps.checkpoints(), called without a directory"
+            )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

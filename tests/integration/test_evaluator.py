@@ -272,6 +272,8 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     (directory / FILE).unlink()
     assert subprocess.run(command, check=False).returncode == 2
     assert "had no evaluator" in capfd.readouterr().err
+    assert subprocess.run([*command, "--entrypoint", f"{__name__}:forgetful"], check=False).returncode == 2
+    assert f"{__name__}:forgetful evaluated nothing of {directory}: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
@@ -294,6 +296,10 @@ def run():
         said = evaluation.stdout.read()
     assert (process, evaluation.returncode) == (evaluation.pid, status)
     assert said == ("interrupted\n" if number == signal.SIGINT else "")
+
+
+def forgetful() -> None:
+    """It asks for no checkpoint."""
 
 
 def total(factor: float = 1.0) -> None:
