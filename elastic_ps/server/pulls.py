@@ -81,10 +81,6 @@ class Basis:
     weight: float
     groups: Sequence[Mapping[str, Any]]
 
-    def has_sums_of(self, other: Basis) -> bool:
-        """Whether the gradients are the same. The hyperparameters may differ."""
-        return replace(self, groups=other.groups) == other
-
 
 class Drafts:
     """The drafts of a shard's buckets. Thread-safe, if two threads never use the same bucket.
@@ -116,7 +112,7 @@ class Drafts:
         """
         index = live.bucket.index
         there = self._made.get(index)
-        if there is not None and there[1].has_sums_of(basis):
+        if there is not None and replace(there[1], groups=basis.groups) == basis:  # of the same gradients
             return there[0]
         self._made.pop(index, None)
         with self._lock:

@@ -392,7 +392,8 @@ class Runtime(Membership):
         if self.batches.computed and not self.working.in_step:
             what = "the end of the loop over the loader"
             mine = self.gradients.may_make_a_step, self.gradients.finite()
-            if not self.world.gather(what, mine, _may_follow):
+            # A step may follow if some process has gradients, and all of them are finite.
+            if not self.world.gather(what, mine, lambda of: any(t for t, _ in of) and all(f for _, f in of)):
                 self.skip()
         return not self.batches.computed
 
@@ -439,8 +440,3 @@ class Runtime(Membership):
         else:
             self.batches.add(ranges)
         self.phases.forward()
-
-
-def _may_follow(processes: Sequence[tuple[bool, bool]]) -> bool:
-    """Whether a step may follow: some process of the worker has gradients, and all of them are finite."""
-    return any(there for there, _ in processes) and all(finite for _, finite in processes)
