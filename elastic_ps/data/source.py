@@ -249,7 +249,12 @@ def _order_of(dataset: Any, records: int, data: Data, *, shuffle: bool) -> Order
 def _indexed(
     stream: IterableDataset[Any], records: int | None, *, near: int, keep: int, seed: int
 ) -> IndexedStream:
-    if library_of(stream) == "datasets":
+    if "_ex_iterable" in vars(stream):  # of Hugging Face's `datasets`
+        if any(getattr(stream, name, None) for name in ("_distributed", "_starting_state_dict")):
+            raise UsageError(
+                "the stream comes from split_dataset_by_node or has loaded a state_dict, so it lacks items "
+                "that other workers have. Pass session.loader the whole stream, which the job divides"
+            )
         stream = HuggingFaceStream(stream)
     name, length = type(stream).__name__, _length(stream)
     if is_prepared(stream):

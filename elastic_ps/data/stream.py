@@ -117,8 +117,7 @@ class IndexedStream(Dataset[Any]):
             return copy.deepcopy(self._kept[index])  # the script may change what it gets
         passed = index.number - self._next.number
         goes_on = self._items is not None and index.epoch == self._next.epoch and passed >= 0
-        seeks = self._seeks and not getattr(self._stream, "reads_on", False)
-        if not goes_on or (seeks and passed > self._near):
+        if not goes_on or (self._seeks and passed > self._near):
             self._begin(index)
         while self._next != index:
             self._read()
@@ -140,12 +139,14 @@ class IndexedStream(Dataset[Any]):
             self._items, self._next = iter(stream.iterate_from(index.number)), index
             return
         self._items, self._next = iter(self._stream), index._replace(number=0)
+        if isinstance(self._stream, HuggingFaceStream):
+            self._items, self._next = self._stream.begin(index), index
         if self._begun == OFTEN:
             logger.warning(
                 "%s is begun for the %dth time in epoch %d, because other workers gave back records that "
-                "come before its position. Each time it is read again from its first item. Give it a "
-                "method iterate_from(number), which returns an iterator that begins with that item. See "
-                '"Streams" in docs/guides/data.md',
+                "come before its position. Each time it is read again from its first item. A stream of your "
+                "own may have a method iterate_from(number), which returns an iterator that begins with that "
+                'item. See "Streams" in docs/guides/data.md',
                 self._name,
                 OFTEN,
                 index.epoch,
@@ -220,30 +221,23 @@ class IndexedStream(Dataset[Any]):
 
 
 class HuggingFaceStream(IterableDataset[Any]):
-    """An `IterableDataset` of Hugging Face's `datasets`, which begins with any item of epoch 0 by its `skip`.
-
-    After epoch 0 `datasets` draws an order of the shards for each epoch, but not for what `skip` returns.
-
-    Attributes:
-        reads_on: whether passing over items is faster than `iterate_from`.
-    """
+    """An `IterableDataset` of Hugging Face's `datasets`."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.reads_on = stream, False
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch next."""
-        self._stream.set_epoch(epoch)
-        self.reads_on = epoch > 0
+        self._stream = stream
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._stream)
 
-    def iterate_from(self, number: int) -> Iterator[Any]:
-        """Iterate from this item on."""
-        if self.reads_on:
-            return itertools.islice(self._stream, number, None)
-        return iter(self._stream.skip(number) if number else self._stream)
+    def begin(self, index: ItemIndex) -> Iterator[Any]:
+        """Iterate over an epoch from an item on. The items before it are read, too.
+
+        After epoch 0 `datasets` draws an order of the shards for each epoch, but not for what `skip` returns.
+        """
+        self._stream._epoch = index.epoch  # noqa: SLF001 (a DataLoader's processes share the one of `set_epoch`)
+        if index.epoch or not index.number:
+            return itertools.islice(self._stream, index.number, None)
+        return iter(self._stream.skip(index.number))
 
 
 def _copied(item: Any) -> Any:

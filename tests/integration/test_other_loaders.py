@@ -147,6 +147,40 @@ def test_a_stream_of_hugging_face_begins_anywhere_in_each_epochs_order(shuffled:
     assert not shuffled or orders[0] != orders[1]
 
 
+def test_a_stream_of_hugging_face_is_read_once_in_an_epoch() -> None:
+    """`skip` reads and maps all that it leaves out."""
+    read = list[int]()
+
+    def noted(row: Any, index: int) -> Any:
+        read.append(index)
+        return row
+
+    stream = rows().with_format(None).to_iterable_dataset(num_shards=4).map(noted, with_indices=True)
+    source = read_source(stream, batch_size=2, records=RECORDS, data=Data(), late=False, options={}).readable
+    for number in (3, 20, 39):
+        assert float(source[ItemIndex(0, number)]["x"]) == number
+    assert read == [*range(RECORDS)]
+
+
+def test_the_epoch_of_a_stream_of_hugging_face_is_not_that_of_other_processes() -> None:
+    """`set_epoch` adds the difference in memory that the processes of a DataLoader share."""
+    stream = streamed()
+    shared = stream._epoch  # noqa: SLF001
+    source = read_source(stream, batch_size=2, records=RECORDS, data=Data(), late=False, options={}).readable
+    assert source[ItemIndex(1, 0)]
+    assert (int(shared), stream.epoch) == (0, 1)
+
+
+def test_a_part_of_a_stream_of_hugging_face_is_refused() -> None:
+    from datasets.distributed import split_dataset_by_node
+
+    stream, begun = streamed(), streamed()
+    begun.load_state_dict(begun.state_dict())
+    for part in (split_dataset_by_node(stream, 0, 2), begun):
+        with pytest.raises(UsageError, match=r"Pass session\.loader the whole stream"):
+            read_source(part, batch_size=2, records=RECORDS, data=Data(), late=False, options={})
+
+
 def test_a_stream_of_hugging_face_has_the_same_order_in_a_process_of_a_dataloader() -> None:
     def order(processes: int) -> list[float]:
         stream = streamed().shuffle(seed=3, buffer_size=10)
