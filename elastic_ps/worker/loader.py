@@ -24,7 +24,7 @@ from elastic_ps.data.states import HandEvent, Loop, LoopEvent
 from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
 from elastic_ps.embedding.ahead import Prefetch
-from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.errors import ConnectionLost, ElasticPSError, UsageError
 from elastic_ps.worker.checks import check_loop
 from elastic_ps.worker.records import DataSet
 from elastic_ps.worker.runtime import Runtime
@@ -213,7 +213,11 @@ class ElasticLoader:
         records.loop_over, end = self, LoopEvent.LEAVE
         try:
             end = yield from self._batches(self._fetching)
-        except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
+        except BaseException as error:
+            # The script broke out of the loop, or a record cannot be read, which other processes do not know.
+            failed = isinstance(error, Exception) and not isinstance(error, ElasticPSError)
+            if not isinstance(error, GeneratorExit) and not (failed and runtime.world.alone):
+                raise
             runtime.batches.drop()
             if self._only is not None:
                 self._least = self._only + 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from elastic_ps.errors import ConnectionLost, UsageError
@@ -250,6 +251,40 @@ def test_records_of_an_earlier_epoch_do_not_begin_it_again(tmp_path: Path) -> No
         job.join()
         assert_each_record_once(job.commits(), records=40, epochs=3)
     assert seen == [0, 1, 2]
+
+
+class ReadLater(Numbers):
+    """One record cannot be read at first."""
+
+    fails = True
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 9 and self.fails:
+            self.fails = False
+            raise OSError("Stale file handle")
+        return super().__getitem__(index)
+
+
+def test_a_record_that_cannot_be_read_ends_the_loop_over_its_epoch(tmp_path: Path) -> None:
+    """As `break` does. A script that goes on has the records in the loop over the next epoch."""
+    begun, failed = list[int](), list[OSError]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(ReadLater(24), 4, epochs=2)
+        for epoch in loader.epochs():
+            begun.append(epoch)
+            try:
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    mse(model, x, y).backward()
+                    optimizer.step()
+            except OSError as error:
+                failed.append(error)
+
+    assert_each_record_once(alone(tmp_path, script), records=24, epochs=2)
+    assert (begun, len(failed)) == ([0, 1], 1)
 
 
 def test_an_iterator_that_outlives_the_loop_over_epochs(tmp_path: Path) -> None:
