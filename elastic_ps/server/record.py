@@ -42,7 +42,7 @@ from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution
 from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import from_text
-from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
+from elastic_ps.core.settings import ALLOWED, NOT_SENT, WHOLE_TENSORS, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.core.stages import StageEvent
 from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, InvalidJob, InvalidModel, UserError
@@ -226,19 +226,21 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
 
     Raises:
         CheckpointUnreadable: a field of the job's record is missing or of another type.
-        InvalidJob: the checkpoint may be whole, but the spec does not name an optimizer of the user's own
-            that it was made with, or that optimizer cannot be imported or cannot continue from it.
+        InvalidJob: the checkpoint may be whole, but this torch lacks the optimizer that it was made with, or
+            the spec does not name the user's own, or that cannot be imported or cannot continue from it.
     """
     version, name = reader.manifest.version, reader.manifest.optimizer
     optimizers = Optimizers(spec.parameter_server.optimizers)
     own = [each for each in name.split(SEPARATOR) if ":" in each]
-    for each in own:
+    for each in {*name.split(SEPARATOR)} & {*own, *ALLOWED, *WHOLE_TENSORS}:
         try:
             optimizers.class_of(each)
         except InvalidModel as error:
             raise InvalidJob(f"the checkpoint of version {version} needs this optimizer: {error}") from error
     try:
         saved = JobRecord.read(reader.manifest.state)
+        if saved.tuning:
+            MutableFields.model_validate_json(saved.tuning)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())[:500]
         raise CheckpointUnreadable(
@@ -294,8 +296,6 @@ def _try(
         model=Model(layout, manifest.optimizer),
     )
     from_text(saved.script_state)
-    if saved.tuning:
-        read_mutable(saved.tuning, source="tuning")
     return settings, kinds
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable
@@ -111,6 +112,10 @@ OF_OTHER_VERSIONS: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
         r"metrics\.accuracy: Input should be a valid num",
     ),
     "a loss curve of words": (state(loss=[["a", "b"]]), r"loss\.0\.0: Input should be a valid int"),
+    "a field that a change has made": (
+        state(tuning=MutableFields(generation=1).to_json().replace("{", '{"later": 1, ', 1)),
+        r"later: Extra inputs are not permitted",
+    ),
     "losses in words": (state(trend={"best": "low"}), r"trend\.best: Input should be a valid num"),
 }
 
