@@ -222,11 +222,12 @@ class Store:
 
     def _prune(self, manifest: Manifest, keep: int, held: Collection[int]) -> None:
         """Delete what a new checkpoint makes superfluous, as far as possible."""
-        for version in self.versions()[:-keep]:
-            if version not in held:
-                files.remove(self.path(version))
-        for path in self._partials_before(manifest.term, manifest.number, manifest.version):
-            files.remove(path)
+        with suppress(CheckpointError):
+            for version in self.versions()[:-keep]:
+                if version not in held:
+                    files.remove(self.path(version))
+            for path in self._partials_before(manifest.term, manifest.number, manifest.version):
+                files.remove(path)
 
     def _partials_before(self, term: int, number: int, version: int) -> list[Path]:
         """The remains of earlier writes; only one checkpoint is written at a time."""

@@ -39,7 +39,10 @@ POLL = 0.01
 """Seconds between two looks whether a checkpoint is whole."""
 
 OVERDUE = timedelta(seconds=60)
-"""A problem is reported if the newest checkpoint is older than three intervals and this."""
+"""A problem is reported if the newest checkpoint is older than three intervals and this.
+
+After one that has failed, the next one is due within that, while steps are made.
+"""
 
 
 class Orders(Protocol):
@@ -356,10 +359,14 @@ class Checkpointer:
         with self._lock:
             if self._pending is None or len(self._files) == self._shards:
                 return False
-            self._problem = f"the checkpoint of version {self._pending.version} was given up: {why}"
+            self._end(f"the checkpoint of version {self._pending.version} was given up: {why}")
             logger.warning("%s", self._problem)
-            self._pending = None
             return True
+
+    def _end(self, problem: str) -> None:
+        """No checkpoint is under way any more. After a problem the next one is due soon. Hold the lock."""
+        self._pending, self._problem = None, problem
+        self._last -= max(0.0, (self._times.interval - OVERDUE).total_seconds()) if problem else 0.0
 
     def part(self, shard: int, written: Written | None) -> None:
         """Note the part that a shard has written. Shards report it more than once."""
@@ -373,7 +380,7 @@ class Checkpointer:
                 logger.warning(
                     "the checkpoint of version %d could not be written: %s", written.version, written.error
                 )
-                self._pending, self._problem = None, written.error
+                self._end(written.error)
                 return
             self._files[shard] = [file for file in (written.file, written.base) if file is not None]
             if len(self._files) == self._shards:
@@ -407,7 +414,7 @@ class Checkpointer:
                     continue  # it was begun before a roll-back
                 self.fenced = self.fenced or fenced
                 if self._pending is manifest:  # otherwise it was given up meanwhile
-                    self._pending, self._problem = None, problem
+                    self._end(problem)
                 if not problem and (self._durable is None or manifest.version >= self._durable[0]):
                     self._durable, self._durable_at = (manifest.version, time.time()), time.monotonic()
             if not problem and self.evaluation_queue is not None:

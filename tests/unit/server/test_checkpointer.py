@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import time
@@ -287,6 +288,11 @@ def test_a_part_that_cannot_be_written_ends_its_checkpoint_and_is_told(two_shard
     assert checkpoints.failure == checkpoints.problem(5, 0.0) == "No space left on device"
     assert not checkpoints.due(6, 29.0)
     assert checkpoints.due(6, 30.0), "it is tried again after the interval"
+    checkpoints.tune(Times(interval=timedelta(hours=1), every_versions=None, keep=2))
+    checkpoints.begin(6, 100.0, dict(STATE), number=2)
+    checkpoints.part(0, Written(checkpoints.term, 2, 6, None, "Stale file handle", timedelta(0)))
+    assert not checkpoints.due(7, 159.0)
+    assert checkpoints.due(7, 160.0), "or after a minute"
 
 
 def test_a_checkpoint_that_cannot_be_finished_is_told_until_one_can(
@@ -342,8 +348,8 @@ def test_whoever_waits_for_a_checkpoint_learns_that_a_shard_has_lost_the_model(
 @pytest.mark.parametrize(
     ("limits", "answers", "why"),
     [
-        (ServerLimits(given_up=SHORT), True, "a shard has not written its part after 0 s"),
-        (ServerLimits(patience=SHORT), False, "a shard has not answered for 0 s"),
+        (ServerLimits(given_up=SHORT), True, r"a shard has not written its part after \d+ s"),
+        (ServerLimits(patience=SHORT), False, r"a shard has not answered for \d+ s"),
     ],
 )
 def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
@@ -356,7 +362,7 @@ def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
             raise ConnectionLost("reset")
 
     checkpoints.await_whole(ask)
-    assert why in checkpoints.failure
+    assert re.search(why, checkpoints.failure)
     assert not checkpoints.writing
 
 
