@@ -52,7 +52,7 @@ class EvaluationStatus(CamelModel):
         """The newest result, for a person."""
         values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(self.metrics.items()))
         best = " (the best so far)" if self.version == self.best_version else ""
-        return f"version {self.version} was evaluated: {values or 'nothing was reported'}{best}"
+        return f"version {self.version} was evaluated: {values or 'no finite number was reported'}{best}"
 
 
 class Divergence(CamelModel):

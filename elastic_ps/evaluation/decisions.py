@@ -46,6 +46,7 @@ class Evaluations:
         missed: the last versions that were given up.
         missed_before: the number of versions that were given up before those.
         newest: the newest version that has ever waited.
+        gone: the versions with results whose checkpoints are deleted, since the job last went back to one.
     """
 
     every: int | None = None
@@ -58,6 +59,7 @@ class Evaluations:
     missed: list[int] = field(default_factory=list)
     missed_before: int = 0
     newest: int = 0
+    gone: frozenset[int] = frozenset()
     _holder: tuple[int, str] | None = None  # the version that was begun last, and its process
 
     def wants(self, version: int) -> bool:
@@ -130,6 +132,7 @@ class Evaluations:
         for lost in [v for v in self.waiting if v not in there]:
             self._forget(lost)
         self.results = [evaluation for evaluation in self.results if evaluation.version <= version]
+        self.gone = frozenset({evaluation.version for evaluation in self.results} - there)
         self.missed = [v for v in self.missed if v <= version]
         self.missed_before = self.missed_before if self.missed else 0
         self.newest = min(self.newest, version)
@@ -145,8 +148,9 @@ class Evaluations:
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation so far; among equals, the first."""
-        rated = [result for result in self.results if self.metric in result.metrics]
+        """The best evaluation of a checkpoint that is there; among equals, the first."""
+        there = (result for result in self.results if result.version not in self.gone)
+        rated = [result for result in there if self.metric in result.metrics]
         if self.metric is None or not rated:
             return None
         sign = -1 if self.highest else 1

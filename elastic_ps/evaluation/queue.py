@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -114,6 +115,12 @@ class EvaluationQueue:
             return
         if self._change(lambda work: work.finish(version, metrics)) is not None:
             logger.info("%s", self.status())
+            wanted = self._work.metric
+            if wanted is not None and not math.isfinite(metrics.get(wanted, math.nan)):
+                text = (
+                    "version %d cannot be the best: evaluator.best.metric is %r, and the script reported %s"
+                )
+                logger.warning(text, version, wanted, dict(metrics) or "nothing")
         with self._lock:
             if self._unwritten:
                 raise Refused(RefusalCode.NOT_READY, "the result cannot be written to disk yet")

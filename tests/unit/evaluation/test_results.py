@@ -118,6 +118,18 @@ def test_going_back_forgets_what_is_made_anew() -> None:
     assert work.wants(20)
 
 
+def test_a_checkpoint_that_was_deleted_is_not_the_best() -> None:
+    """As after a resume with another metric, for which nothing was kept."""
+    work = Evaluations(metric="loss")
+    for version, loss in ((1, 0.1), (2, 0.3), (3, 0.2)):
+        work.add(version)
+        work.begin("a")
+        work.finish(version, {"loss": loss})
+    work.go_back(3, [2, 3])
+    assert work.best is not None
+    assert (work.best.version, work.held) == (3, frozenset({3}))
+
+
 def test_a_long_job_remembers_some_of_its_results_and_counts_all() -> None:
     """The best and the last are among them, and first and last show how the training went."""
     work = Evaluations(metric="loss")
