@@ -7,6 +7,8 @@ model's description, so that all workers have the same ones. PEFT itself is not 
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -85,14 +87,19 @@ def write(out: Path, found: Mapping[str, tuple[dict[str, torch.Tensor], str]]) -
     for folder, (values, config) in found.items():
         (out / folder).mkdir(parents=True, exist_ok=True)
         apart = {name: value.clone() for name, value in values.items()}  # no two may share their memory
-        partial = out / folder / f".{WEIGHTS}.partial"
+        mine = uuid.uuid4().hex  # another process may export to the same place
+        partials = [out / folder / f".{name}.{mine}.partial" for name in (WEIGHTS, CONFIG)]
         try:
-            safetensors.torch.save_file(apart, partial, metadata={"format": "pt"})
-            partial.replace(out / folder / WEIGHTS)
-            partial.write_text(config, encoding="utf-8")
-            partial.replace(out / folder / CONFIG)
+            safetensors.torch.save_file(apart, partials[0], metadata={"format": "pt"})
+            partials[1].write_text(config, encoding="utf-8")
+            for partial in partials:
+                with partial.open("rb") as file:
+                    os.fsync(file.fileno())
+            partials[0].replace(out / folder / WEIGHTS)
+            partials[1].replace(out / folder / CONFIG)
         finally:
-            partial.unlink(missing_ok=True)
+            for partial in partials:
+                partial.unlink(missing_ok=True)
 
 
 # fmt: off

@@ -6,6 +6,7 @@ The checkpoint directory is not changed, so its job may be running.
 from __future__ import annotations
 
 import contextlib
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -25,7 +26,7 @@ from elastic_ps.codec.optimizers import MASTER, PULLED, restored
 from elastic_ps.codec.several import SEPARATOR, name_of_all
 from elastic_ps.core.partition import TABLE, Rule, uncompiled, within
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
+from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, ModelMismatch, UserError
 
 FORMATS = (".safetensors", ".pt")
 
@@ -72,8 +73,8 @@ def load_checkpoint(
         _require_same(model, values, left, outside)
         optimizers = _listed(optimizer)
         states = _optimizer_states(reader, model, optimizers, left)
-        _load_rows(reader, model)
         names = {uncompiled(name): name for name in model.state_dict()}
+        _load_rows(reader, model)
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):
             each.load_state_dict(state)
@@ -119,7 +120,7 @@ def export(
                 f"the model has a tensor {twice[0]!r}, and so has a table: name the table differently"
             )
         values |= further
-        temporary = out.with_name(f".{out.name}.partial")
+        temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
         try:
             if out.suffix == ".pt":
                 torch.save(values, temporary)
@@ -170,6 +171,8 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
     for candidate in reversed(store.chosen(version)):
         try:
             reader = store.open_whole(candidate)
+        except CheckpointUnreadable:
+            raise
         except CheckpointCorrupt as error:
             problems.append(str(error))
             continue

@@ -31,7 +31,7 @@ def checkpoints(directory: Path | str | None = None) -> Iterator[Checkpoint]:
     there is none. It ends when training is over and the last version is evaluated.
 
     Args:
-        directory: a directory, whose present checkpoints the loop gets, oldest first. With None, it gets
+        directory: a directory, whose checkpoints the loop gets, oldest first. With None, it gets
             those of the job that this process evaluates, or of the directory that was given to `elastic-ps
             evaluate`.
 

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.checkpoint import plain
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointCorrupt, UsageError
+from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """The complete checkpoints of a directory at the moment, oldest first.
+    """The complete checkpoints of a directory, oldest first, and those that are written meanwhile.
 
     Broken ones are skipped, with a warning. If none is complete, `begin` raises CheckpointCorrupt.
 
@@ -93,15 +93,18 @@ class DirectorySource:
     """
 
     def __init__(self, directory: Path, version: int | None = None) -> None:
-        self._store = Store(directory)
-        self._left = iter(self._store.chosen(version))
+        self._store, self._only, self._last = Store(directory), version, -1
+        self._store.chosen(version)
         self._found = False  # a complete one
 
     def begin(self) -> Checkpoint | None:
         broken: CheckpointCorrupt | None = None
-        for version in self._left:
+        while (version := self._next()) is not None:
+            self._last = version
             try:
                 self._store.manifest(version)
+            except CheckpointUnreadable:
+                raise
             except CheckpointCorrupt as error:
                 logger.warning("the checkpoint of version %d is skipped: %s", version, error)
                 broken = error
@@ -113,6 +116,11 @@ class DirectorySource:
                 f"all checkpoints are damaged, so none is evaluated: {broken}"
             ) from broken
         return None
+
+    def _next(self) -> int | None:
+        """The next version; older ones may have been deleted meanwhile."""
+        later = (each for each in self._store.versions() if each > self._last)
+        return next((each for each in later if self._only in (None, each)), None)
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """Results go nowhere."""
