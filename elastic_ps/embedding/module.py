@@ -192,7 +192,7 @@ class _Layer(torch.nn.Module):
         self.padding_idx = next(map(int, as_ids(given, spec.name, torch.device("cpu"))[0]), None)
         self.spec = replace(spec, padding_idx=self.padding_idx)
         self.source: Source = LocalSource(self.spec)
-        self._trained = True
+        self._trained, self._told = True, set[str]()
         # Where rows go that strings ask for; `Module.to` moves it.
         self.register_buffer("_where", torch.empty(0), persistent=False)
         self._where: torch.Tensor
@@ -200,6 +200,13 @@ class _Layer(torch.nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Whether this layer trains its rows. A call for the whole model does not reach its layers."""
         self._trained = requires_grad
+        if not requires_grad and self.spec.expire_after is not None and "frozen" not in self._told:
+            self._told.add("frozen")
+            logger.warning(
+                "the table %r is not trained from here on, and its rows expire %s after they were last "
+                "trained. To keep them, create it without expire_after",
+                *(self.spec.name, self.spec.expire_after),
+            )
         return super().requires_grad_(requires_grad)
 
     @property
@@ -269,6 +276,10 @@ class _Layer(torch.nn.Module):
                 f"the state_dict was saved in a job, so it has no rows of the table {self.spec.name!r}. Load "
                 "a checkpoint of the job instead, with elastic_ps.load_checkpoint(directory, model)"
             )
+        elif "loaded" not in self._told:
+            self._told.add("loaded")
+            text = "a state_dict was loaded that has no rows of the table %r, which stay as they are now. To "
+            logger.warning(text + "go back to a version with its rows, load a checkpoint", self.spec.name)
 
     @staticmethod
     def load_rows(

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import io
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_ps.embedding import SGD, Adagrad, hashed, uniform
-from elastic_ps.embedding.module import Embedding, EmbeddingBag, Gradient, LocalSource, Mode
+from elastic_ps.embedding.init import Ids
+from elastic_ps.embedding.module import Embedding, EmbeddingBag, Gradient, LocalSource, Mode, Pending
 from elastic_ps.embedding.stored import columns_to_part, spec_to_text
 from elastic_ps.embedding.table import Table
 from elastic_ps.embedding.tables import LocalTables, described_tables
@@ -32,6 +33,15 @@ def make(kind: type[Embedding] = Embedding, **options: Any) -> Any:
     layer = kind("a", DIM, optimizer=SGD(lr=0.1), init=uniform(-1, 1), dtype=torch.float64, **options)
     layer.source.pending.counts = lambda: True
     return layer
+
+
+class Elsewhere(NamedTuple):
+    """Rows that are on parameter servers."""
+
+    pending: Pending
+
+    def lookup(self, ids: Ids) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def dense(layer: Embedding, ids: torch.Tensor) -> torch.nn.Parameter:
@@ -347,6 +357,26 @@ def test_a_state_dict_of_a_job_has_no_rows_to_load() -> None:
     state = {**layer.state_dict(), "_extra_state": {}}
     with pytest.raises(ModelMismatch, match="saved in a job, so it has no rows of the table 'a'"):
         layer.load_state_dict(state)
+
+
+def test_a_state_dict_without_rows_that_is_loaded_in_a_job_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As by a script that goes back to the best weights it has seen."""
+    layer = make()
+    state = {**layer.state_dict(), "_extra_state": {}}
+    layer.source = Elsewhere(Pending(layer.spec))
+    for _ in range(2):
+        layer.load_state_dict(state)
+    (said,) = caplog.messages
+    assert "no rows of the table 'a', which stay as they are" in said
+
+
+def test_a_frozen_layer_whose_rows_expire_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    make().requires_grad_(False)
+    assert not caplog.messages
+    make(expire_after="7d").requires_grad_(False)
+    assert "its rows expire 7d after they were last trained" in caplog.text
 
 
 def trained() -> Table:
