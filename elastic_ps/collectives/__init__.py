@@ -56,7 +56,7 @@ def world(*, timeout: timedelta | None = None) -> Communicator:
         timeout: how long an operation waits for the others; None is torch's default. MPI has none.
 
     Raises:
-        UsageError: the process is a worker of a job; or MPI cannot be used.
+        UsageError: the process is a worker of a job; MPI cannot be used, or is not that of `mpirun`.
     """
     if env.in_job():
         raise UsageError(
@@ -66,7 +66,9 @@ def world(*, timeout: timedelta | None = None) -> Communicator:
         )
     if not dist.is_initialized():
         if not env.in_torchrun() and env.started_by_mpirun():
-            return of_mpi()
+            found = of_mpi()
+            env.require_ranks(found.size)
+            return found
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if env.in_torchrun():

@@ -38,6 +38,18 @@ class _Work:
         return self._work is None or bool(self._work.is_completed())
 
 
+class _Part(_Work):
+    """An all-reduce whose result this process needs a part of."""
+
+    def __init__(self, work: Any, part: torch.Tensor, out: torch.Tensor) -> None:
+        super().__init__(work)
+        self._part, self._out = part, out
+
+    def wait(self) -> None:
+        super().wait()
+        self._out.copy_(self._part)
+
+
 class TorchGroup(Backend):
     """A process group.
 
@@ -90,7 +102,13 @@ class TorchGroup(Backend):
 
     def reduce_scatter(self, parts: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> Pending:
         op = _OPS[reduction]
-        return _Work(_reduce_scatter(out, parts, op, group=self._group, async_op=True))
+        if not self.has_tags(parts.device):  # NCCL
+            return _Work(_reduce_scatter(out, parts, op, group=self._group, async_op=True))
+        # As gloo does it. Some versions of torch add up whatever `op` is, and never say that it is done.
+        whole = parts.clone()
+        work = dist.all_reduce(whole, op, group=self._group, async_op=True)
+        first = self.rank * out.numel()
+        return _Part(work, whole.view(-1)[first : first + out.numel()].view_as(out), out)
 
     def all_gather(self, buffer: torch.Tensor, out: torch.Tensor) -> Pending:
         return _Work(_all_gather(out, buffer, group=self._group, async_op=True))

@@ -237,6 +237,20 @@ def started_by_mpirun() -> bool:
     return size != "1" and is_rank()
 
 
+def require_ranks(size: int) -> None:
+    """Raise UsageError if `mpirun` has started several processes, and MPI connects only this one with itself.
+
+    Each of them would do the same work alone.
+    """
+    said = next((os.environ[name] for name in SIZES[:2] if name in os.environ), "1")
+    if size == 1 and said != "1":
+        raise UsageError(
+            f"mpirun has started {said} processes, but MPI connects this one with no other, because mpi4py "
+            "uses another MPI library than that of this mpirun. Compare `mpirun --version` with "
+            "`python -m mpi4py --mpi-lib-version`, and use the mpirun of that library"
+        )
+
+
 def in_torchrun() -> bool:
     """Whether this process has the variables by which `torchrun` tells it how to find its group."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))

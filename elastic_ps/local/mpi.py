@@ -30,7 +30,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_ps.contract.env import PREFIX, inherited
+from elastic_ps.contract.env import PREFIX, inherited, require_ranks
 from elastic_ps.errors import CannotListen, ElasticPSError, UserError
 from elastic_ps.local import issuer
 from elastic_ps.local.processes import PIDS, Child, Lifeline, with_threads
@@ -108,7 +108,8 @@ class World:
         lock: held by the thread that calls MPI.
 
     Raises:
-        UserError: mpi4py is missing, or the MPI library allows calls from one thread only.
+        UserError: mpi4py is missing, or the MPI library allows calls from one thread only, or is not that of
+            `mpirun`.
     """
 
     def __init__(self) -> None:
@@ -126,9 +127,14 @@ class World:
             )
         self.comm, self.lock = MPI.COMM_WORLD, threading.Lock()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        require_ranks(self.size)
         if "SLURM_PROCID" in os.environ:
             time.sleep(UNTIL_ALL_LISTEN.total_seconds())
-        self.hosts: list[str] = self.comm.allgather(socket.gethostname())
+        here = socket.gethostname(), os.sched_getaffinity(0)
+        ranks: list[tuple[str, set[int]]] = self.comm.allgather(here)
+        self.hosts = [host for host, _ in ranks]
+        # The number of ranks that may run on a core of this one.
+        self.beside = sum(host == here[0] and bool(cores & here[1]) for host, cores in ranks)
 
     @property
     def address(self) -> str:
@@ -372,7 +378,6 @@ class _Rank:
 
     def __init__(self, world: World, *, relays: bool) -> None:
         self._world, self._children = world, dict[int, Child]()
-        self._beside = sum(host == world.hosts[world.rank] for host in world.hosts)
         self._relay = world.relay() if relays else None
         self._name = f"rank{world.rank}-{uuid.uuid4().hex}"  # this host may have ranks of other jobs, too
 
@@ -426,7 +431,7 @@ class _Rank:
                 issuer.write(Path(variables[f"{PREFIX}TLS_DIRECTORY"]), order.certificate)
             child = Child(
                 [sys.executable, *order.argv[1:]],
-                variables=with_threads(variables, processes=self._beside),
+                variables=with_threads(variables, processes=self._world.beside),
                 log=Path(order.log),
                 lifeline=lifeline,
             )

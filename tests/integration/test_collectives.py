@@ -79,3 +79,18 @@ world.barrier()
         mpirun.end(process)
     assert process.returncode
     assert "ValueError: no such file" in printed
+
+
+def test_an_mpirun_of_another_mpi_is_noticed(tmp_path: Path) -> None:
+    """MPI connects no process with another then, and each would do all of the work alone."""
+    (tmp_path / "alone.py").write_text("from elastic_ps import collectives\ncollectives.world()\n")
+    of_another = {"PMI_RANK": "0", "PMI_SIZE": "4"}  # MPICH's, which Open MPI does not read
+    done = subprocess.run(
+        [sys.executable, "-m", "alone"],
+        env=mpirun.variables(tmp_path) | of_another,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert done.returncode
+    assert "mpirun has started 4 processes, but MPI connects this one with no other" in done.stderr

@@ -20,6 +20,7 @@ from elastic_ps import collectives
 from elastic_ps.contract import env
 from elastic_ps.errors import CollectiveFailed, ModelMismatch, UsageError
 from examples.ring_all_reduce import ring
+from tests.testing.polling import eventually
 
 SIZE = 3
 PATIENCE = timedelta(seconds=120)
@@ -90,6 +91,13 @@ def check_scattered_parts(world: collectives.Communicator) -> None:
     assert world.scatter(parts if world.rank == 0 else None, out) is out
     assert out.tolist() == parts[world.rank].tolist()
     assert world.reduce_scatter(parts, "sum").tolist() == (3 * parts[world.rank]).tolist()
+    ours = parts + world.rank
+    product = parts * (parts + 1) * (parts + 2)
+    reductions: list[tuple[collectives.Op, torch.Tensor]] = [("min", parts), ("max", parts + 2)]
+    for op, expected in [*reductions, ("product", product)]:
+        handle = world.begin.reduce_scatter(ours, op)
+        eventually(handle.done, "it is done without a wait")
+        assert handle.wait().tolist() == expected[world.rank].tolist()
     half = world.reduce_scatter(parts.to(torch.bfloat16), "mean")
     assert (half.dtype, half.tolist()) == (torch.bfloat16, parts[world.rank].tolist())
 
