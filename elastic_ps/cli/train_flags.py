@@ -43,6 +43,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dataset", metavar="D", help=f"one of {sets} (default: MNIST)")
     what.add_argument(
         "--data-dir",
+        type=os.path.expanduser,
         metavar="DIR",
         help="where the data set's files are (default: mnist_data, cifar10_data, ...)",
     )
@@ -63,7 +64,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "--epochs",
         type=_count,
         metavar="N",
-        help="the number of epochs (default: 100)",
+        help="how often all workers together train each record (default: 100)",
     )
     how.add_argument(
         "--max-steps", type=_count, metavar="N", help="stop after this many steps (default: 10000)"
@@ -119,7 +120,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--eval-freq",
         type=_count,
         metavar="N",
-        help="write a checkpoint every N steps, besides one every 30 s",
+        help="write a checkpoint N steps after the last one at the latest, and every 30 s",
     )
     job.add_argument(
         "--evaluate",

@@ -74,6 +74,18 @@ def test_a_network_is_trained_and_what_is_left_is_plain_torch(tmp_path: Path) ->
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.9)
 
 
+def test_more_steps_of_a_run_that_has_ended_need_more_epochs(tmp_path: Path) -> None:
+    train = ("train", "--network", "lenet", "--dataset", "digits", "--epochs", 1)
+    done = elastic_ps(tmp_path, *train, "--max-steps", 2, "--train-dir", "kept")
+    assert done.returncode == 0, done.stderr
+    done = elastic_ps(tmp_path, *train, "--max-steps", 4, "--resume", "kept")
+    assert done.returncode == 2
+    assert "the earlier run was ended at step 2, so none was made. Raise --epochs, too" in done.stderr
+    done = elastic_ps(tmp_path, *train[:-1], 2, "--max-steps", 4, "--resume", "kept", "--report", "out")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["version"] == 4
+
+
 PS_PYTORCH = """
 --lr=0.1 --momentum=0.9 --max-steps=4 --epochs=100 --network=ResNet32 --dataset=Cifar10 --batch-size=5
 --comm-type=Bcast --num-aggregate=2 --mode=normal --kill-threshold=6.8 --eval-freq=2 --compress-grad=compress

@@ -153,6 +153,8 @@ def _compression(given: str | None) -> dict[str, Any]:
     """The job's `compression`; {} for the default."""
     if given is None:
         return {}
+    if given == "None":  # ps_pytorch's
+        return {"codec": "none"}
     if given == COMPRESS:
         return {"lossless": "zstd"}
     if given in CODECS or ":" in given:

@@ -60,6 +60,7 @@ def main(
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
     optimizer = session.optimizer(sgd, model)
     session.seed(seed)
+    begun, printed = session.version, 0
     for inputs, targets in session.loader(training, batch_size=batch_size, epochs=epochs):
         if session.version >= max_steps:
             session.stop(f"{max_steps} steps are done, as --max-steps asks")
@@ -70,10 +71,15 @@ def main(
         loss.backward()
         session.report(loss=loss)
         optimizer.step()
-        if session.version % log_interval == 0:
+        if (times := session.version // log_interval) > printed:
+            printed = times
             print(f"worker {session.worker}, step {session.version}: loss {loss.item():.4f}", flush=True)
 
     if session.is_chief:
+        if session.stopped and begun == session.version < max_steps:
+            raise elastic_ps.UsageError(
+                f"the earlier run was ended at step {session.version}, so none was made. Raise --epochs, too"
+            )
         scores = evaluate(model, test, batch_size=test_batch_size, device=device)
         session.report(**{"test_loss": scores.loss, "prec@1": scores.prec1, "prec@5": scores.prec5})
         print(scores, flush=True)
