@@ -470,8 +470,8 @@ def try_out(
     if not _close(pieces, again):
         raise InvalidModel(
             f"the state of the optimizer {name} cannot be saved: after a restart from it, the optimizer "
-            "steps differently. It has to keep everything that a step needs in self.state[parameter] and "
-            "param_groups"
+            "steps differently. It has to keep everything that a step needs in self.state[parameter], as "
+            "numbers and copies: the memory of gradients is used again"
         )
 
 
@@ -523,7 +523,10 @@ def _stepped(
             for parameter in parameters:
                 optimizer.state[parameter] = _saved(kind, before.state.get(parameter, {}), parameter)
         for parameter, gradient in zip(parameters, step, strict=True):
-            parameter.grad = gradient.clone()
+            if saved_after and parameter.grad is not None:
+                parameter.grad.copy_(gradient)  # as the parameter server does: a state must not refer to it
+            else:
+                parameter.grad = gradient.clone()
         optimizer.step()
     if not torch.equal(still, torch.ones_like(still)):
         raise InvalidModel("it changes a parameter that has no gradient")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -141,9 +141,13 @@ class Plan:
             return gradients
         return (gradients + _share(self._deltas or self._values)) / 2
 
-    def of(self, tensor: str) -> tuple[str, Codec | None]:
-        """The codec of a tensor with this name, by the first rule that matches."""
-        return next((name, codec) for match, name, codec in self._rules if fnmatchcase(tensor, match))
+    def of(self, tensor: TensorSpec) -> tuple[str, Codec | None]:
+        """The codec of a tensor, by the first rule that matches one of its names."""
+        return next((name, codec) for match, name, codec in self._rules if _matches(match, tensor))
+
+    def unmatched(self, tensors: Iterable[TensorSpec]) -> list[str]:
+        """The patterns of rules that match none of these tensors."""
+        return [match for match, *_ in self._rules[:-1] if not any(_matches(match, each) for each in tensors)]
 
     @property
     def encodes_values(self) -> bool:
@@ -185,7 +189,7 @@ class Plan:
         for piece in bucket.pieces:
             coded = self._of_piece(layout.tensors[piece.tensor], piece, bucket)
             start, stop = stop, stop + piece.length
-            if runs and runs[-1][:2] == coded:
+            if runs and runs[-1][:2] == coded and not (coded[1] is not None and coded[1].by_piece):
                 start = runs.pop().elements.start
             runs.append(Run(*coded, slice(start, stop)))
         # Codecs get float32, so float64 that no other codec has rounded stays as it is.
@@ -198,7 +202,7 @@ class Plan:
 
     def _of_piece(self, tensor: TensorSpec, piece: Piece, bucket: Bucket) -> tuple[str, Codec | None]:
         """The codec of a piece of a parameter, before the lossless one."""
-        name, codec = self.of(tensor.name)
+        name, codec = self.of(tensor)
         if codec is not None and codec.by_piece:
             rows, rest = divmod(piece.length, tensor.row)
             codec = codec.for_matrix(rows, tensor.row) if not rest else None
@@ -206,6 +210,10 @@ class Plan:
         if codec is None or (exact and bucket.dtype == "float64"):  # codecs get float32
             return NONE, None
         return name, codec
+
+
+def _matches(pattern: str, tensor: TensorSpec) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (tensor.name, *tensor.aliases))
 
 
 def _share(codec: Codec | None) -> float:

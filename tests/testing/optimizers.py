@@ -145,6 +145,16 @@ class Forgetful(Trying):
         return gradient / self.steps
 
 
+class Referring(Trying):
+    """Its state is the gradient itself, whose memory is used again."""
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del parameter
+        before: torch.Tensor = state.get("before", gradient)
+        state["before"] = gradient
+        return gradient + before
+
+
 class Listed(Trying):
     """Its state is a list."""
 

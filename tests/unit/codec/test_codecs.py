@@ -563,6 +563,29 @@ def test_the_lossless_codec_follows_all_others() -> None:
     assert plan.of_values(layout, buckets[1]) is None
 
 
+def test_a_rule_may_name_a_shared_parameter_by_any_of_its_names() -> None:
+    tied = TensorSpec("wte.weight", (4,), "float32", Rule.GRADIENT, 0, aliases=("lm_head.weight",))
+    rules = [{"match": "lm_head.*", "codec": "none"}]
+    plan = Plan(Compression.model_validate({"codec": "int8", "rules": rules}))
+    assert plan.of(tied) == ("none", None)
+    assert plan.unmatched([tied]) == []
+
+
+class Apart(Negative):
+    """A user's own, for each parameter by itself."""
+
+    by_piece = True
+
+
+def test_a_codec_for_each_parameter_by_itself_gets_no_neighbours() -> None:
+    tensors = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in "ab")
+    pieces = tuple(Piece(tensor=index, start=0, length=4) for index in range(2))
+    layout = Layout(tensors, (Bucket(0, 0, "float32", Rule.GRADIENT, pieces),), 1)
+    for codec, lengths in (("Negative", [8]), ("Apart", [4, 4])):
+        plan = Plan(Compression(codec=f"{__name__}:{codec}"))
+        assert [run.length for run in plan.runs(layout, layout.buckets[0])] == lengths
+
+
 def test_rules_choose_by_the_name_of_the_parameter() -> None:
     """The first rule that matches counts. Neighbours with the same codec are encoded together."""
     tensors = tuple(
@@ -583,5 +606,6 @@ def test_rules_choose_by_the_name_of_the_parameter() -> None:
     ]
     nothing = Plan(Compression.model_validate({"rules": [{"match": "z*", "codec": "int8"}]}))
     assert nothing.encodes
+    assert (nothing.unmatched(tensors), plan.unmatched(tensors)) == (["z*"], [])
     assert nothing.runs(layout, layout.buckets[0]) == []
     assert not Plan(Compression()).encodes

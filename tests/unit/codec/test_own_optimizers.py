@@ -101,6 +101,7 @@ def test_what_treats_each_element_by_itself_may_run(kind: type[torch.optim.Optim
         (optimizers.Together, "steps a parameter differently when there are others"),
         (optimizers.Sketched, "'sketch' with a dimension that is neither 1 nor one of the parameter's"),
         (optimizers.Forgetful, "after a restart from it, the optimizer steps differently"),
+        (optimizers.Referring, "as numbers and copies: the memory of gradients is used again"),
         (optimizers.Listed, "its state has 'before', which is a list"),
         (optimizers.Factored, r"a tensor 'first' of torch\.float32 with shape \[1\]"),
         (optimizers.Failing, "it fails with NotImplementedError"),
