@@ -38,6 +38,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import psutil
 import torch
 
+from benchmarks.goodput_machines import signal_to
 from benchmarks.soak_modes import MODES
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJob, parse_job
@@ -241,7 +242,7 @@ class Trouble:
         """Do what is due; with `quiet` nothing new is broken."""
         for pid in [pid for pid, until in self._frozen.items() if quiet or now >= until]:
             del self._frozen[pid]
-            _signal(pid, signal.SIGCONT)
+            signal_to(pid, signal.SIGCONT)
         if not self._next:
             self._next = now + self._random.expovariate(1 / self._every)
         if not quiet and now >= self._next:
@@ -266,9 +267,9 @@ class Trouble:
         if pid is None:
             return False
         if verb == "kill":
-            return _signal(pid, signal.SIGKILL)
+            return signal_to(pid, signal.SIGKILL)
         self._frozen[pid] = until
-        return _signal(pid, signal.SIGSTOP)
+        return signal_to(pid, signal.SIGSTOP)
 
     def _pid(self, role: Role, index: int) -> int | None:
         """Of a process of this kind; of a worker with several processes, one of those that train."""
@@ -293,13 +294,6 @@ class Trouble:
 def with_consistency(job: TrainingJob, consistency: Consistency) -> TrainingJob:
     """The same job that makes versions otherwise."""
     return job.model_copy(update={"spec": job.spec.model_copy(update={"consistency": consistency})})
-
-
-def _signal(pid: int, number: signal.Signals) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
-    return False
 
 
 def soak(plan: Plan, directory: Path, *, records: int, seconds: float, every: float) -> Verdict:
@@ -357,7 +351,7 @@ def _follow(launcher: Launcher, trouble: Trouble) -> str:
         if now - since > STALLED:
             for process in status.processes:
                 if process.state != "ended":
-                    _signal(process.pid, signal.SIGUSR1)  # the log says where its threads are
+                    signal_to(process.pid, signal.SIGUSR1)  # the log says where its threads are
             time.sleep(2)
             launcher.stop("it stands still", at_once=True)
             launcher.wait()
@@ -463,7 +457,7 @@ def main() -> int:
         print("interrupted", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"\nseed {seed}, {minutes:.1f} minutes\n\n{table(verdicts, arguments.records)}")
-    return 1 if any(verdict.problems for verdict in verdicts) else 0
+    return 1 if any(verdict.problems for verdict in verdicts) or not any(v.faults for v in verdicts) else 0
 
 
 def _one(plan: Plan, arguments: argparse.Namespace) -> Verdict:

@@ -144,6 +144,8 @@ def show(console: Console, result: Drill) -> None:
         text = f"Nothing was lost: {result.records:,} records, each in the model exactly once."
         console.print(Text(text, style="bold green"), soft_wrap=True)
     else:
+        if not result.commits or {each.state for each in result.injections} == {"unavailable"}:
+            console.print("No fault has struck a job that trains, so nothing is shown.")
         console.print(Text("The drill did not pass.", style="bold red"))
 
 

@@ -85,9 +85,13 @@ class Drill:
 
     @property
     def passed(self) -> bool:
-        """Whether the job succeeded without a violation, and every fault that is possible here happened."""
-        good = all(each.state in ("recovered", "unavailable") for each in self.injections)
-        return good and self.result.phase == "Succeeded" and not self.violations
+        """Whether the job succeeded without a violation, and every fault that is possible here happened.
+
+        A drill in which nothing was committed, or none of the faults is possible, has shown nothing.
+        """
+        states = {each.state for each in self.injections}
+        happened = states <= {"recovered", "unavailable"} and states != {"unavailable"} and self.commits > 0
+        return happened and self.result.phase == "Succeeded" and not self.violations
 
 
 def run(

@@ -37,6 +37,7 @@ from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk
 from tests.simulator.pipes import End
 from tests.simulator.world import Process, World, world
+from tests.testing.inside import runtime_of
 
 CHANGES: list[dict[str, Any]] = [
     {"mode": "sync"},
@@ -236,7 +237,7 @@ class Cluster:
         self.sights: list[Sight] = []
         self.assigned: list[float] = []
         self.problems: list[str] = []
-        self.committed = False  # there is a whole checkpoint
+        self.committed: tuple[int, int] | None = None  # the term and version of the newest whole checkpoint
         self.stopping = False
         self.stopped_early = False
         self.stopped_well = False
@@ -472,7 +473,7 @@ class Cluster:
                 raise
             crew.left = True
         except Refused as refusal:
-            replaced = refusal.code is RefusalCode.MODEL_LOST and not self.committed
+            replaced = refusal.code is RefusalCode.MODEL_LOST and self.committed is None
             if refusal.code is not RefusalCode.SUPERSEDED and not replaced:
                 raise
             crew.left = True
@@ -576,7 +577,8 @@ class Cluster:
 
     def seen(self, what: str, session: Session, model: Tally) -> None:
         values = torch.stack([part.detach().clone() for part in model.parts])
-        self.sights.append(Sight(f"{what} of worker {session.worker}", 0, session.version, values))
+        term = runtime_of(session).client.term
+        self.sights.append(Sight(f"{what} of worker {session.worker}", term, session.version, values))
 
     # --- the run
 

@@ -255,9 +255,11 @@ def _found(cluster: Cluster) -> Any:
         try:
             manifest, problems = real(self, *arguments)
         except NoCheckpoint:
-            if committed:
+            if committed is not None:
                 cluster.problems.append("begun anew: there is a checkpoint, and none was found")
             raise
+        if committed is not None and (manifest.term, manifest.version) < committed:
+            cluster.problems.append(f"went back too far: to {manifest.version}; on disk was {committed[1]}")
         with cluster.disk.judged():
             cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
         return manifest, problems
@@ -272,7 +274,7 @@ def _watched(cluster: Cluster) -> Any:
     def commit(self: store.Store, manifest: Any, **options: Any) -> Path:
         path = real(self, manifest, **options)
         cluster.here.note(f"checkpoint of version {manifest.version} in term {manifest.term}")
-        cluster.committed = True
+        cluster.committed = max(cluster.committed or (0, 0), (manifest.term, manifest.version))
         with cluster.disk.judged():
             cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
         return path

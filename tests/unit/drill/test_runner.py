@@ -11,7 +11,7 @@ from elastic_ps.contract.env import Role
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.history import Committed, Histories, Sent, StepId
-from elastic_ps.drill.runner import LIMIT, judge, limit_of, train
+from elastic_ps.drill.runner import LIMIT, Drill, Injection, judge, limit_of, train
 from elastic_ps.drill.target import Result, Target
 from tests.testing.launching import make_job
 
@@ -29,6 +29,14 @@ def test_only_a_script_that_stops_the_training_may_leave_records_out(reason: str
     drill = judge(make_job(), result, [], histories)
     assert drill.passed == bool(reason)
     assert drill.records == 20
+
+
+def test_a_drill_that_has_shown_nothing_does_not_pass() -> None:
+    whole = Result("j", "Succeeded", "", "", timedelta(seconds=1), 0, None)
+    unavailable = Injection(fault=Fault("kill-ps", 0.1), state="unavailable", detail="")
+    assert Drill(whole, commits=5).passed
+    assert not Drill(whole).passed, "nothing was committed"
+    assert not Drill(whole, [unavailable], commits=5).passed, "no fault was possible"
 
 
 def test_a_recovery_may_repeat_what_was_done_since_the_last_checkpoint() -> None:
