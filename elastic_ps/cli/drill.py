@@ -42,9 +42,9 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
         job.spec.worker.replicas = parsed.workers
     if parsed.namespace is not None and parsed.histories is None:
         raise UserError("--namespace is for a drill on a cluster; give --histories CLAIM, too")
-    if parsed.report is not None:
+    history = None if parsed.report is None else parsed.report / "history"
+    if history is not None:
         preflight.prepare_directory(parsed.report, option="--report")
-        history = parsed.report / "history"
         if history.exists() and not (parsed.report / "drill.json").exists():
             raise UserError(
                 f"--report {parsed.report}: a drill replaces {history}, which is not an earlier drill's, as "
@@ -65,7 +65,7 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
 
     with signals_end_the_process("the drill is not complete"):
         if parsed.histories:
-            result = _on_cluster(parsed, job, faults, announce, tell)
+            result = _on_cluster(parsed, job, faults, history, announce, tell)
         else:
             options = Options(programs=programs or Programs())
             JobDirectory(job.name, root=options.root).refuse_if_running()
@@ -73,7 +73,6 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
             preflight.check_checkpoints(job, None)
             preflight.check_entrypoint(job, options.programs)
             announce()
-            history = parsed.report / "history" if parsed.report else None
             result = run(job, faults, options=options, history=history, tell=tell)
     show(console, result)
     console.print(Text("Again: ", style="dim").append(command, style="not dim"), soft_wrap=True)
@@ -87,6 +86,7 @@ def _on_cluster(
     parsed: argparse.Namespace,
     job: TrainingJob,
     faults: Sequence[Fault],
+    history: Path | None,
     announce: Callable[[], None],
     tell: Callable[[str], None],
 ) -> Drill:
@@ -97,14 +97,13 @@ def _on_cluster(
     document["spec"]["worker"] = {**worker, "replicas": job.spec.worker.replicas}
     announce()
     with tempfile.TemporaryDirectory(prefix="elastic-ps-drill-") as temporary:
-        history = parsed.report / "history" if parsed.report else Path(temporary)
         return run_on_cluster(
             job,
             document,
             faults,
             namespace=parsed.namespace or document["metadata"].get("namespace"),
             claim=parsed.histories,
-            history=history,
+            history=history or Path(temporary),
             tell=tell,
         )
 
