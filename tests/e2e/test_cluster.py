@@ -26,7 +26,7 @@ from tests.e2e.cluster.processes import marked
 from tests.e2e.conftest import install_definition, unavailable
 from tests.testing.operator_process import Jobs, OperatorProcess
 
-MINUTE = timedelta(minutes=1)
+LIMIT = timedelta(minutes=5)
 
 
 def pod(name: str, image: str, program: str, **changes: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def wait_for_pod(cluster: GivenCluster, namespace: str, name: str, wanted: str) 
     wait_for(
         lambda: phase(cluster, namespace, name) in reached,
         what=f"{name} {wanted}",
-        timeout=MINUTE,
+        timeout=LIMIT,
         explain=explain,
     )
     found = phase(cluster, namespace, name)
@@ -194,14 +194,16 @@ def test_pods_reach_each_other_by_a_service_name(
         {**service, "spec": {"selector": {"app": "web"}, "ports": ports}},
         {**headless, "spec": {"selector": {"app": "web"}, "ports": ports, "clusterIP": "None"}},
         pod("web", python_image, SERVE),
-        pod("client", python_image, FETCH.format(host="web")),
-        pod(
-            "client-headless", python_image, FETCH.format(host=f"web-headless.{namespace}.svc.cluster.local")
-        ),
         namespace=namespace,
     )
     wait_for_pod(cluster, namespace, "web", "Running")
-    for name in ("client", "client-headless"):
+    away = f"web-headless.{namespace}.svc.cluster.local"
+    clients = {"client": "web", "client-headless": away}
+    cluster.apply(
+        *(pod(name, python_image, FETCH.format(host=host)) for name, host in clients.items()),
+        namespace=namespace,
+    )
+    for name in clients:
         wait_for_pod(cluster, namespace, name, "Succeeded")
         assert "hello from the service" in cluster.kubectl("logs", "-n", namespace, name).stdout
 

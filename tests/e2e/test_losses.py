@@ -154,7 +154,7 @@ def test_workers_that_add_up_gradients_among_themselves(
     before = jobs.identities("lost")
 
     jobs.kubectl("scale", "tj/lost", "--replicas=3")
-    wait_for(lambda: stays(jobs, 2) == ["training"], what="a third worker trains", timeout=LIMIT)
+    wait_for(lambda: stays(jobs, 2)[-1:] == ["training"], what="a third worker trains", timeout=LIMIT)
     os.kill(local_cluster.pod_pid("lost-worker-1", namespace=jobs.namespace), signal.SIGKILL)
     wait_training(jobs, 1, local_cluster)
     lose_parameter_server(jobs)

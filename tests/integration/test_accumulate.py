@@ -20,7 +20,7 @@ from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.inside import push_pull_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.trained import alone, check_against_replay, sgd
+from tests.testing.trained import alone, check_against_replay, sgd, together
 
 
 def accumulate(gradients: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_slow_worker_adds_fewer_gradients(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), 2):
             optimizer.zero_grad()
             if session.worker == 1:
                 eventually(slow, "the other one makes all steps but one")
@@ -124,7 +124,7 @@ def test_a_worker_that_dies_while_it_pushes_makes_earlier_steps_void(tmp_path: P
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        for number, (x, y) in enumerate(session.loader(data, 4)):
+        for number, (x, y) in enumerate(together(job, session.loader(data, 4), 2)):
             optimizer.zero_grad()
             if session.worker == 1:
                 eventually(worker_0_has_made_some, "worker 0 makes steps for this version")

@@ -700,7 +700,7 @@ def steady(hurry: Path, records: int, **worker: Any) -> Any:
 @pytest.mark.nightly
 def test_workers_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     """Nobody starts again but who was killed, and each record is in the model once."""
-    hurry, records = tmp_path / "hurry", 3000
+    hurry, records = tmp_path / "hurry", 9000
     with Launcher(
         steady(hurry, records), Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
     ) as launcher:
@@ -737,7 +737,7 @@ def test_workers_are_killed_and_their_number_changes(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_all_workers_are_killed_and_the_parameter_server_too(tmp_path: Path) -> None:
     """The job goes back to a checkpoint: what it had of later versions is undone, and trained again."""
-    hurry, records = tmp_path / "hurry", 1500
+    hurry, records = tmp_path / "hurry", 4500
     with Launcher(
         steady(hurry, records), Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
     ) as launcher:

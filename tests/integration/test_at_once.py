@@ -23,7 +23,7 @@ from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import eventually
-from tests.testing.trained import Models, sgd
+from tests.testing.trained import Models, sgd, together
 
 
 class Counting(Connection):
@@ -90,7 +90,7 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
         else:
             models[session.worker] = model
             begun.set()
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), 2):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()

@@ -19,7 +19,7 @@ from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
-from tests.testing.trained import alone, check_against_replay, sgd
+from tests.testing.trained import alone, check_against_replay, sgd, together
 
 BACKUP = {"backupWorkers": 1}
 ACCUMULATE = {"mode": "accumulate", "gradients": 2}
@@ -43,7 +43,7 @@ def test_the_others_do_not_wait_for_the_slowest(
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), 3):
             if session.worker == 2 and where == "forward":
                 slow(session)
             optimizer.zero_grad()
@@ -98,7 +98,7 @@ def test_a_worker_that_has_begun_and_dies_is_not_waited_for(tmp_path: Path) -> N
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         rounds_without_0 = 0
-        for step, (x, y) in enumerate(session.loader(data, 4)):
+        for step, (x, y) in enumerate(together(job, session.loader(data, 4), 3)):
             if session.worker == 0 and step == 3:
                 blocked.set()  # from now on rounds are made of the other two's steps
                 eventually(pushed.is_set, "worker 1 has pushed")
@@ -131,7 +131,7 @@ def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         try:
-            for step, (x, y) in enumerate(session.loader(data, 4)):
+            for step, (x, y) in enumerate(together(job, session.loader(data, 4), 3)):
                 optimizer.zero_grad()
                 if session.worker == 1 and step == 3:
                     stuck.set()

@@ -26,6 +26,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, events, make_mlp, running_job
 from tests.testing.histories import check_histories
 from tests.testing.oracle import assert_each_record_once, ranges_of
+from tests.testing.trained import await_training
 from tests.unit.data.test_stream import Stream
 from tests.unit.data.test_tar import write_tar
 
@@ -143,7 +144,7 @@ def test_workers_come_and_go_and_the_server_is_lost(tmp_path: Path, seed: int) -
 def _are_there(job: Job, workers: int, _: Session, step: int) -> bool:
     """In its first step a worker waits for the others, so that none has trained all before they begin."""
     if step == 0:
-        job.until(lambda: len(job.status().members) == workers, "all workers are there")
+        await_training(job, *range(workers))
     return False
 
 

@@ -29,7 +29,7 @@ from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
-from tests.testing.trained import adam, sgd, training
+from tests.testing.trained import adam, sgd, together, training
 from tests.testing.watched import Watched
 
 MOST = 6
@@ -86,7 +86,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), 3):
             if session.worker == 2 and where == "forward":
                 slow(session)
             optimizer.zero_grad()
@@ -141,7 +141,7 @@ def test_the_result_is_that_of_the_recorded_rounds(
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(make(model), model)
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), 3):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
@@ -260,7 +260,7 @@ def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None
         optimizer = session.optimizer(sgd(model), model)
         if session.worker == 1:
             slow_to_read(session)
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), 2):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
@@ -314,7 +314,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         try:
-            for x, y in session.loader(data, 4):
+            for x, y in together(job, session.loader(data, 4), 3):
                 optimizer.zero_grad()
                 mse(model, x, y).backward()
                 optimizer.step()
@@ -401,7 +401,7 @@ def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> No
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         try:
-            for step, (x, y) in enumerate(session.loader(data, 4)):
+            for step, (x, y) in enumerate(together(job, session.loader(data, 4), 2)):
                 optimizer.zero_grad()
                 if session.worker == 1 and step == 2:
                     stuck.set()
@@ -434,6 +434,7 @@ def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> No
 def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Path) -> None:
     """It is stepped with each version, whoever has made that."""
     data, rates, joined, came = Numbers(600), list[float](), threading.Event(), list[int]()
+    lock = threading.Lock()
 
     def third() -> bool:
         if training(job, 2):
@@ -454,7 +455,8 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
-            rates.append(coordinator.job.state.settings.groups[0]["lr"])
+            with lock:
+                rates.append(coordinator.job.state.settings.groups[0]["lr"])
             if len(rates) > 20:
                 joined.set()
                 eventually(third, "worker 2 trains")

@@ -28,7 +28,7 @@ from tests.testing.watched import Watched
 
 WIDTHS = (6, 200, 200, 1)
 """A model of 168 kB."""
-RATE = 5e6
+RATE = 1e6
 """Bytes a second of a slow network."""
 TIMES = {"everyVersions": 4, "interval": "1h"}
 

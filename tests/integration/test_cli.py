@@ -132,7 +132,7 @@ def test_the_launcher_loads_neither_torch_nor_the_programs(place: Place) -> None
 
 
 def test_run_scales_and_reports(place: Place) -> None:
-    job = place.job(records=4000)
+    job = place.job(records=4000, pair_from=100, company=3)
     done = place.run(
         "run",
         job,
@@ -190,7 +190,7 @@ def test_a_job_that_cannot_work_is_bad_input(place: Place) -> None:
 def test_a_terminal_shows_live_progress(place: Place, encoding: str) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "run", place.job(records=1600)],
+        [sys.executable, "-c", COMMAND, "run", place.job(records=1600, pair_from=1)],
         cwd=place.path,
         env={
             **os.environ,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.testing.oracle import (
 )
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
-from tests.testing.trained import Models, alone, sgd, training
+from tests.testing.trained import Models, alone, sgd, together, training
 from tests.testing.transports import whole_jobs
 from tests.unit.codec.test_codecs import Negative
 
@@ -38,12 +39,12 @@ BOUNDED = {"mode": "bounded", "maxStaleness": 4}
 NEGATIVE = "tests.unit.codec.test_codecs:Negative"
 
 
-def trainer(models: Models, data: Numbers, *, make: Any = sgd) -> Any:
+def trainer(models: Models, data: Numbers, *, make: Any = sgd, loaded: Callable[[Any], Any] = iter) -> Any:
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(make(model), model)
         models[session.worker] = model
-        for x, y in session.loader(data, 4):
+        for x, y in loaded(session.loader(data, 4)):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
@@ -247,7 +248,7 @@ def test_all_workers_compute_on_rounded_values(tmp_path: Path, mode: dict[str, A
         job.start(0, script)
         job.until(lambda: job.version >= 3, "version 3")
         job.start(1, script)
-        job.until(lambda: 1 in first, "worker 1 joins")
+        job.until(lambda: 1 in first and training(job, 1), "worker 1 trains")
         joined.set()
         job.join()
     assert check(read(job.history), Data(len(data), 1), max_staleness=4) == []
@@ -430,7 +431,7 @@ def test_each_worker_chooses_and_says_what(tmp_path: Path) -> None:
         compression={"codec": "auto", "maxError": 0},
     ) as job:
         for worker in range(2):
-            job.start(worker, trainer(models, data))
+            job.start(worker, trainer(models, data, loaded=lambda loader: together(job, loader, 2)))
         job.join()
         commits, members = job.commits(), job.status().members
     assert [member.traffic.codec for member in members] == ["none", "none"]

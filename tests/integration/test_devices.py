@@ -19,7 +19,7 @@ from tests.testing.devices import LateDevice, Said
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import eventually
-from tests.testing.trained import Models, sgd
+from tests.testing.trained import Models, sgd, together
 from tests.testing.transports import whole_jobs
 
 BUCKETS = {"bucketBytes": 1024}
@@ -49,7 +49,7 @@ def train(
         model = make_mlp().to(device)
         optimizer = session.optimizer(sgd(model), model)
         models[session.worker] = model
-        for x, y in session.loader(data, 4):
+        for x, y in together(job, session.loader(data, 4), workers):
             optimizer.zero_grad()
             loss = mse(model, x.to(device), y.to(device))
             note("begin")

@@ -20,6 +20,7 @@ from elastic_ps.errors import ModelMismatch, Refused
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
 from tests.testing.oracle import assert_each_record_once, mse, replay
+from tests.testing.polling import LIMIT
 from tests.testing.tiers import per_change
 
 IDS, DIM, RECORDS = 30, 4, 64
@@ -245,10 +246,10 @@ def test_the_only_workers_processes_look_rows_up_while_a_shard_has_lost_them(
         optimizer = session.optimizer(sgd(model), model)
         for number, (ids, targets) in enumerate(session.loader(Clicks(), batch_size=8)):
             if number == 0:
-                together.wait(60)
+                together.wait(LIMIT)
                 if rank == 0:
                     job.restart(shards - 1)
-                together.wait(60)
+                together.wait(LIMIT)
             optimizer.zero_grad()
             mse(model, ids, targets).backward()
             optimizer.step()

@@ -65,7 +65,7 @@ def job(
         "entrypoint": "tests.testing.scripts.steady:main",
         "arguments": {"records": RECORDS, "widths": [6, 64, 64, 1], **pace, **arguments},
         "parameterServer": {"bucketBytes": 4096, "checkpoint": {"interval": "300ms"}, **(server or {})},
-        "worker": {"replicas": 2, "leaseDuration": "2s"},
+        "worker": {"replicas": 2, "leaseDuration": "6s"},
         "consistency": consistency or {},
         "evaluator": evaluator,
     }

@@ -27,7 +27,7 @@ from elastic_ps.local.forks import ForkServer
 from tests.testing import launching
 from tests.testing.forked import forked
 from tests.testing.launching import gone, version_of, wait_for_workers
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 
 
 def job(name: str = "forks", **spec: Any) -> TrainingJob:
@@ -278,7 +278,7 @@ def test_its_end_copies_only_a_part_of_the_shared_memory(forks: ForkServer, tmp_
         return int(faults) * os.sysconf("SC_PAGE_SIZE")
 
     (tmp_path / "ends.py").write_text(ENDS)
-    assert forks.ready(timedelta(seconds=60))
+    assert forks.ready(timedelta(seconds=LIMIT))
     before, shared = new_memory(), psutil.Process(forks.pid).memory_full_info().uss
     ended = Run(forks, "ends:main", dict(os.environ), directory=tmp_path).ended()
     assert ended == (0, '2.0\n"closed"\n', "")

@@ -21,7 +21,7 @@ from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.oracle import Commit, mse, ranges_of
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
-from tests.testing.trained import alone, sgd
+from tests.testing.trained import alone, asks, sgd
 
 DATA = Numbers(100)
 
@@ -106,7 +106,7 @@ def test_a_job_that_goes_from_two_workers_to_six_and_to_three_trains_as_one_mach
         optimizer = session.optimizer(sgd(model), model)
         for x, y in session.loader(data, 5, epochs=epochs):
             if session.version == 3:  # else version 5 may be handed out before all are there
-                eventually(lambda: len(job.status().members) == 6, "six workers join")
+                job.until(lambda: asks(job, *range(6)), "six workers ask for records")
             if session.version == 4:  # nobody takes the part of one that is still coming
                 eventually(six_compute, "six workers compute")
             if session.worker == 0 and session.version == 12:

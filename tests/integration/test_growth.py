@@ -132,7 +132,7 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
     try:
         seen = psutil.Process(server.pid)
         start(0)
-        eventually(lambda: not any(t.is_alive() for t in threads), "the workers end", LIMIT)
+        eventually(lambda: not any(t.is_alive() for t in threads), "the workers end", 3 * LIMIT)
     finally:
         server.terminate()
         server.wait(30)

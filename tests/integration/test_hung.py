@@ -29,6 +29,7 @@ from tests.testing.launching import forks
 from tests.testing.oracle import mse
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
+from tests.testing.trained import asks
 
 WAITED = r"the others have waited for its step for \d+\.\d s"
 """At least as long as `progressTimeout`."""
@@ -60,6 +61,8 @@ def test_the_others_go_on_and_the_worker_is_told(
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         try:
             for step, (x, y) in enumerate(session.loader(Numbers(400), 4)):
+                if not step:
+                    job.until(lambda: asks(job, 0, 1, 2), "three workers ask for records")
                 optimizer.zero_grad()
                 mse(model, x, y).backward()  # pushes all buckets but the last
                 if session.worker == hanging and step >= 3 and not stuck.is_set():
@@ -125,13 +128,17 @@ def hanging_job(tmp_path: Path, how: str, *, limit: str = "4s") -> TrainingJob:
     spec = {
         "entrypoint": "tests.testing.scripts.steady:main",
         "arguments": {
-            "records": 1200 if how == "looping" else 4000,  # who is killed when all is trained has not failed
+            "records": 4000,  # who is killed when all is trained has not failed
             "seconds": 0.01,
             "hurry": str(tmp_path / "never"),
             "stuck": str(tmp_path / "stuck"),
             "frozen": how == "frozen",
         },
-        "worker": {"replicas": 2, "leaseDuration": "2s", "progressTimeout": limit},
+        "worker": {
+            "replicas": 2,
+            "leaseDuration": "2s" if how == "frozen" else "6s",
+            "progressTimeout": limit,
+        },
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": f"hang-{how}"}, "spec": spec}, source="test")
@@ -157,7 +164,7 @@ def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
     options = Options(forks=forks(), root=tmp_path, history=tmp_path / "history")
     with Launcher(hanging_job(tmp_path, how), options) as launcher:
         launcher.start()
-        assert launcher.wait(timedelta(seconds=LIMIT)), launcher.status()
+        assert launcher.wait(timedelta(seconds=3 * LIMIT)), launcher.status()
         outcome = launcher.outcome()
         log = launcher.directory.log("worker", 1).read_text()
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
@@ -171,4 +178,4 @@ def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
         assert "steady.py" in log, "where its threads were"
     else:
         assert "killing worker 1: it was declared lost (silent for 2 s) and has not come back for" in texts
-    assert check(read(tmp_path / "history"), Data(1200, 1)) == []
+    assert check(read(tmp_path / "history"), Data(4000, 1)) == []

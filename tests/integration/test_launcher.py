@@ -223,7 +223,7 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
         os.kill(before[1], signal.SIGKILL)
         eventually(lambda: workers_of(launcher.status()).get(1) not in (None, before[1]), "a replacement")
         assert workers_of(launcher.status())[0] == before[0]
-        assert [worker for worker, _ in told] == [1]
+        assert [worker for worker, _ in eventually(lambda: told, "it is told")] == [1]
         assert any("SIGKILL" in event.text for event in launcher.record.events)
         assert launcher.status().failures == 0
 
@@ -372,7 +372,7 @@ def test_an_exception_leaves_no_process_and_no_thread(tmp_path: Path) -> None:
         pids = training(launcher, 2).values()
         _ = 1 // 0
     assert all(gone(pid) for pid in pids)
-    assert set(threading.enumerate()) <= threads
+    eventually(lambda: set(threading.enumerate()) <= threads, "its threads end")
 
 
 def test_what_a_job_says_is_its_users_alone(tmp_path: Path) -> None:

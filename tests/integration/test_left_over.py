@@ -19,7 +19,7 @@ from tests.testing.harness import Job, Numbers, events, running_job
 from tests.testing.inside import push_pull_of
 from tests.testing.oracle import assert_each_record_once
 from tests.testing.polling import eventually
-from tests.testing.trained import await_training
+from tests.testing.trained import asks, await_training
 
 ELEMENTS, BATCH = 512, 4
 TOPK = {"codec": "topk", "options": {"ratio": 0.125}}
@@ -114,6 +114,8 @@ class Dying(Counting):
             eventually(some, "worker 0 makes steps for this version")
         elif step >= 3 and self.job.spec.consistency.gradients:  # else the version might be made by worker 0
             eventually(lambda: self.dying, "worker 1 pushes")
+        elif session.version == 1:
+            eventually(lambda: self.dying or asks(self.job, 1), "worker 1 asks for records")
         elif session.version >= 2 and not self.dying:
             await_training(self.job, 1)
 
@@ -138,6 +140,11 @@ class Encoding(Counting):
         self.next = EVERY
         self.waited: list[bool] = []
 
+    def coded(self, worker: int) -> bool:
+        """Whether a worker knows of the last change."""
+        known = [e["term"] for e in events(self.job.history, f"worker-{worker}") if e["event"] == "coding"]
+        return self.job.status().term in known
+
     def before(self, session: Session, step: int) -> None:
         if not step:
             await_training(self.job, 0, 1)
@@ -148,6 +155,7 @@ class Encoding(Counting):
             eventually(lambda: self.job.changed(self.plan[0][0]), "the change is in force")
             self.next = self.job.version + EVERY
             self.plan.pop(0)
+            eventually(lambda: self.coded(1), "worker 1 joins again")
         elif session.worker and self.plan:  # else no records might be left for the last change
             eventually(lambda: not self.plan or session.version < self.next + EVERY, "the job is changed")
 

@@ -349,7 +349,7 @@ def test_a_body_that_was_not_read_to_its_end_is_not_taken_for_the_next_answer() 
         thread = threading.Thread(target=serve)
         thread.start()
         with contextlib.closing(local.connect(address)) as connection:
-            answers = connection.call("pull", Frame(b""), timeout=timedelta(seconds=3))
+            answers = connection.call("pull", Frame(b""), timeout=timedelta(seconds=6))
             answer = next(answers)
             with pytest.raises(DeadlineExceeded):
                 read(answer)

@@ -600,6 +600,7 @@ def test_a_rate_that_one_worker_has_lowered_is_everyones(tmp_path: Path, gamma: 
 def test_a_rate_that_a_worker_lowers_while_it_pauses_is_not_lost(tmp_path: Path) -> None:
     """The others exchange values meanwhile, with the rate as it was."""
     lasts = dict[int, tuple[int, float]]()
+    lowered, back = threading.Event(), threading.Event()
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -607,6 +608,11 @@ def test_a_rate_that_a_worker_lowers_while_it_pauses_is_not_lost(tmp_path: Path)
         session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.9), interval="step")
         scheduler = session.scheduler(lr_scheduler.ReduceLROnPlateau(optimizer, patience=0))
         for x, y in session.loader(Numbers(400), BATCH):
+            if not session.version:
+                await_training(job, 0, 1)
+            if session.worker and session.version >= 5 and not back.is_set():
+                job.until(lambda: lowered.is_set() and training(job, 0), "worker 0 takes part again")
+                back.set()
             lasts[session.worker] = session.version, optimizer.param_groups[0]["lr"]
             optimizer.zero_grad()
             mse(model, x, y).backward()
@@ -616,6 +622,7 @@ def test_a_rate_that_a_worker_lowers_while_it_pauses_is_not_lost(tmp_path: Path)
                 scheduler.step(1.0)
                 scheduler.step(1.0)
                 job.until(lambda: job.version >= 4, "the other worker goes on")
+                lowered.set()
 
     with running_job(tmp_path, consistency=local(4), data={"shardRecords": 16}) as job:
         job.run(script, workers=2)

@@ -116,7 +116,12 @@ def test_a_slow_worker_is_seen_and_so_is_the_age_of_what_is_on_disk(tmp_path: Pa
             optimizer.step()
             optimizer.zero_grad()
 
-    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", worker={"replicas": 3}) as job:
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"interval": "1h"}},
+        worker={"replicas": 3},
+    ) as job:
         for worker in range(3):
             job.start(worker, script)
         job.until(lambda: job.version >= 8, "the workers have a mean")

@@ -18,6 +18,7 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import vanish
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
+from tests.testing.trained import await_training
 
 RATIO, MOMENTUM, LR, BATCH, RECORDS = 0.125, 0.9, 0.05, 4, 80
 OPTIONS = {"ratio": RATIO, "momentum": MOMENTUM, "dtype": "float32"}
@@ -94,6 +95,8 @@ def test_each_record_counts_once_though_a_worker_dies(tmp_path: Path) -> None:
         dies = session.worker == 1 and not dead.is_set()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
         for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            if not number:
+                await_training(job, 0, 1)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if dies and number == 3:

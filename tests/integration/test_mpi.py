@@ -158,7 +158,7 @@ def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> 
 
 @pytest.mark.nightly
 def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(ranks: Ranks) -> None:
-    run = ranks.start(3, ranks.job(worker={"replicas": 1, "maxReplicas": 3}, **slow(600)))
+    run = ranks.start(3, ranks.job(worker={"replicas": 1, "maxReplicas": 3}, **slow(4000)))
     ranks.trains(3)
     first = ranks.pids()["worker-1"]
     parent = psutil.Process(first).parent()
@@ -172,7 +172,7 @@ def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(r
     (ranks.directory / "hurry").touch()
     out, err = run.communicate(timeout=300)
     assert run.returncode == 0, err
-    assert "600 of 600 in the model" in out
+    assert "4,000 of 4,000 in the model" in out
 
 
 @pytest.mark.nightly
@@ -183,7 +183,7 @@ def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_n
     monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", "serialized")
     checkpoint = {"interval": "200ms", "path": str(ranks.directory / "kept")}
     server = {"replicas": 2, "checkpoint": checkpoint}
-    job = ranks.job(worker={"replicas": 2}, parameterServer=server, **slow(600))
+    job = ranks.job(worker={"replicas": 2}, parameterServer=server, **slow(4000))
     history = ranks.directory / "history"
     run = ranks.start_module(3, "tests.testing.scripts.relayed", job, history)
     for name in ("worker-1", "ps-0", "worker-0", "ps-1"):
@@ -201,7 +201,7 @@ def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_n
     (ranks.directory / "hurry").touch()
     out, err = run.communicate(timeout=LIMIT)
     assert (run.returncode, out) == (0, "Succeeded\n"), err
-    assert check(read(history), Data(600, 1)) == []
+    assert check(read(history), Data(4000, 1)) == []
 
 
 @pytest.mark.nightly

@@ -26,6 +26,7 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import flat_of
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
+from tests.testing.trained import await_training
 from tests.testing.transports import whole_jobs
 from tests.testing.watched import Watched
 
@@ -75,6 +76,8 @@ def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> Non
 
         next(model.parameters()).register_hook(wait)
         for step, (x, y) in enumerate(session.loader(Numbers(40 * 32), 32)):
+            if not step:
+                await_training(job, 0, 1)
             at[0] = step
             optimizer.zero_grad()
             mse(model, x, y).backward()

@@ -129,6 +129,8 @@ def test_all_workers_may_assign_at_the_same_version(tmp_path: Path) -> None:
         model = models[session.worker] = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for x, y in session.loader(data, 4):
+            if session.version == 0:
+                await_training(job, 0, 1)
             if session.version == 8 and session.worker == 0 and not job.sessions[2:]:
                 job.start(2, script)
                 await_training(job, 1, 2)

@@ -13,7 +13,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Tally, running_job
 from tests.testing.polling import LIMIT
-from tests.testing.trained import alone, failing
+from tests.testing.trained import alone, await_training, failing
 
 RECORDS = 240
 REASON = "the validation loss has not improved"
@@ -78,6 +78,8 @@ def test_a_script_stops_the_job(tmp_path: Path, consistency: dict[str, Any]) -> 
         loader = session.loader(Indexes(RECORDS), 4, epochs=3)
         if session.worker == 0:
             for batch in loader:
+                if session.version == 0:
+                    await_training(job, 0, 1)
                 train(model, optimizer, batch)
                 if session.version >= 5:
                     session.stop(f" {REASON} ")
@@ -85,6 +87,8 @@ def test_a_script_stops_the_job(tmp_path: Path, consistency: dict[str, Any]) -> 
         else:
             for _ in loader.epochs():
                 for batch in loader:
+                    if session.version == 0:
+                        await_training(job, 0, 1)
                     train(model, optimizer, batch)
         ends.note(session, model)
 
@@ -107,6 +111,8 @@ def test_a_stop_outlives_the_parameter_server(tmp_path: Path) -> None:
         optimizer = optimizer_for(session, model)
         loader = session.loader(Indexes(RECORDS), 4)
         for batch in loader:
+            if session.version == 0:
+                await_training(job, 0, 1)
             train(model, optimizer, batch)
             if session.worker == 0 and session.version >= 5 and not session.stopped:
                 job.until(lambda: (job.status().progress.durable_version or 0) >= 2, "a checkpoint is there")
@@ -283,7 +289,7 @@ def test_one_worker_is_the_chief_in_each_epoch(tmp_path: Path, accumulate: int) 
     """The parameter server is lost on the way. Two batches make a step, and the last one may be alone."""
     records, epochs = 44, 3
     chiefs: list[int] = []
-    restarted = threading.Event()
+    once = threading.Lock()
 
     def script(session: Session) -> None:
         model = Tally(records)
@@ -303,8 +309,7 @@ def test_one_worker_is_the_chief_in_each_epoch(tmp_path: Path, accumulate: int) 
                 optimizer.zero_grad()
             if session.is_chief:
                 chiefs.append(epoch)
-            if epoch == 1 and not restarted.is_set():
-                restarted.set()
+            if epoch == 1 and once.acquire(blocking=False):
                 job.until(lambda: (job.status().progress.durable_version or 0) >= 1, "a checkpoint is there")
                 job.restart(0)
         if session.is_chief:

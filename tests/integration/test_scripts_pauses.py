@@ -15,11 +15,12 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Numbers, Tally, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT
+from tests.testing.trained import await_training, training
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_others_train_on_and_each_record_counts_once(tmp_path: Path, num_workers: int) -> None:
-    data, versions = Numbers(300), {}
+    data, versions = Numbers(300), dict[str, int]()
     paused, resumed = threading.Event(), threading.Event()
 
     def script(session: Session) -> None:
@@ -27,6 +28,8 @@ def test_the_others_train_on_and_each_record_counts_once(tmp_path: Path, num_wor
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
         workers = num_workers if session.worker == 0 else 0
         for step, (x, y) in enumerate(session.loader(data, 3, num_workers=workers)):
+            if step == 0:
+                await_training(job, 0, 1)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
@@ -43,6 +46,7 @@ def test_the_others_train_on_and_each_record_counts_once(tmp_path: Path, num_wor
                 versions["meanwhile"] = versions.get("meanwhile", 0) + 1
                 if versions["meanwhile"] == 10:
                     resumed.set()
+                    job.until(lambda: training(job, 0), "worker 0 goes on")
 
     with running_job(tmp_path, data={"shardRecords": 12}) as job:
         job.run(script, workers=2)

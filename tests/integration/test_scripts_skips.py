@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ElasticPSError, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Tally, running_job
-from tests.testing.trained import failing
+from tests.testing.polling import LIMIT
+from tests.testing.trained import await_training, failing
 
 RECORDS, BATCH = 20, 4
 SKIPPED = [4, 5, 6, 7, 16, 17, 18, 19]
@@ -200,16 +202,21 @@ def test_what_is_skipped_is_not_in_the_model(tmp_path: Path, script: Script, ove
 )
 def test_a_step_that_is_skipped_holds_nobody_up(tmp_path: Path, consistency: dict[str, Any]) -> None:
     """Worker 0 leaves out every second step, when some of it has been sent already."""
-    records = 160
+    records, skips = 160, threading.Event()
 
     def script(session: Session) -> None:
         model = Tally(records)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         for number, batch in enumerate(session.loader(Indexes(records), 4)):
+            if number == 0:
+                await_training(job, 0, 1)
+            if session.worker and number == 2:
+                assert skips.wait(LIMIT)
             optimizer.zero_grad()
             model(batch).backward()
             if session.worker == 0 and number % 2:
                 optimizer.skip()
+                skips.set()
                 continue
             optimizer.step()
 

@@ -18,7 +18,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.contract import exits
 from elastic_ps.contract.env import ProcessEnvironment
 from tests.testing.addresses import addresses
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ AFTERWARDS = """
 import sys, urllib.request
 from elastic_ps.server.__main__ import main
 status = main()
-with urllib.request.urlopen(f"http://{sys.argv[1]}/healthz", timeout=5) as answer:
+with urllib.request.urlopen(f"http://{sys.argv[1]}/healthz", timeout=60) as answer:
     print("afterwards:", answer.status, file=sys.stderr)
 sys.exit(status)
 """
@@ -86,7 +86,7 @@ class Process:
         return self._log.read_text()
 
     def page(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self._http}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{self._http}{path}", timeout=60) as answer:
             text: str = answer.read().decode()
             return text
 
@@ -98,7 +98,7 @@ def test_it_serves_until_it_is_asked_to_end(tmp_path: Path, number: signal.Signa
         eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
         assert 'elastic_ps_version{job="job"} 0' in process.page("/metrics")
         process.child.send_signal(number)
-        assert process.child.wait(60) == 0
+        assert process.child.wait(LIMIT) == 0
         assert "asked to stop" in process.said
     finally:
         process.child.kill()
@@ -111,7 +111,7 @@ def test_it_answers_probes_as_long_as_the_process_lives(tmp_path: Path) -> None:
     try:
         eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
         process.child.terminate()
-        assert process.child.wait(60) == 0
+        assert process.child.wait(LIMIT) == 0
         assert "afterwards: 200" in process.said
     finally:
         process.child.kill()
@@ -121,7 +121,7 @@ def test_it_answers_probes_as_long_as_the_process_lives(tmp_path: Path) -> None:
 def test_one_that_is_asked_to_end_while_it_imports_has_done_all_that_it_was_asked_to(tmp_path: Path) -> None:
     """Importing takes long. A worker or a person has nothing from it that could be lost."""
     process = Process(tmp_path, program=("-c", ASKED_AT_ONCE))
-    assert process.child.wait(60) == 0
+    assert process.child.wait(LIMIT) == 0
     assert "Traceback" not in process.said
 
 
@@ -132,7 +132,7 @@ def test_it_leaves_how_far_training_was_where_kubernetes_looks_for_it(tmp_path: 
     try:
         eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
         process.child.terminate()
-        assert process.child.wait(60) == 0
+        assert process.child.wait(LIMIT) == 0
     finally:
         process.child.kill()
         process.child.wait()
@@ -162,7 +162,7 @@ def test_last_words_are_short_whatever_a_script_reports() -> None:
 )
 def test_where_it_cannot_listen_it_ends_with_a_sentence(tmp_path: Path, bind: str, message: str) -> None:
     process = Process(tmp_path, bind)
-    assert process.child.wait(60) == exits.INVALID
+    assert process.child.wait(LIMIT) == exits.INVALID
     assert message in process.said
     assert "Traceback" not in process.said
 
@@ -178,7 +178,7 @@ def test_one_that_waits_for_its_disk_says_so_and_ends_when_it_is_asked_to(tmp_pa
         assert (status.ready, status.term) == (False, 0)
         assert status.problem.startswith(f"{checkpoints} is still used by an earlier run of job")
         process.child.send_signal(signal.SIGTERM)
-        assert process.child.wait(60) == 0
+        assert process.child.wait(LIMIT) == 0
         assert "asked to end while waiting" in process.said
     finally:
         process.child.kill()
@@ -192,7 +192,7 @@ def test_one_whose_place_another_has_taken_ends_with_a_status_of_its_own(tmp_pat
     try:
         eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
         Store(checkpoints).next_term()
-        assert process.child.wait(60) == exits.FENCED
+        assert process.child.wait(LIMIT) == exits.FENCED
         assert "another parameter server has taken over" in process.said
     finally:
         process.child.kill()

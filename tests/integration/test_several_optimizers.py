@@ -25,6 +25,7 @@ from tests.testing.gan import (
     trainer,
 )
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.inside import is_followed
 from tests.testing.optimizers import Lion
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT
@@ -67,6 +68,8 @@ def test_a_lost_parameter_server_loses_neither_state(tmp_path: Path, durability:
         with running_job(directory, checkpoints=directory / "kept", parameterServer=fields, **FIXED) as job:
 
             def each(session: Session) -> None:
+                if durability == "standby" and session.version == 3:
+                    job.until(lambda: all(is_followed(each.node) for each in job.servers), "they follow")
                 ready = session.version >= version and (durability == "checkpoint" or job.followed)
                 if lose and ready and once.acquire(blocking=False):
                     job.restart(0)

@@ -14,7 +14,6 @@ import yaml
 
 from elastic_ps.contract import env
 from tests.testing.launching import Here
-from tests.testing.polling import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,7 +68,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         "OMP_NUM_THREADS": "1",
     }
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=variables, text=True, capture_output=True, timeout=LIMIT
+        [sys.executable, *command], cwd=folder, env=variables, text=True, capture_output=True, timeout=300
     )
 
 

@@ -43,7 +43,7 @@ class Script:
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if not self._job.followed:
-                time.sleep(0.01)  # there are not so many rounds
+                time.sleep(0.1)  # there are not so many rounds
             eventually(lambda: session.version < self.most or not self._job.followed, "the test goes on")
             optimizer.step()
 

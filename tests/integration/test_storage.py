@@ -86,7 +86,7 @@ def test_a_parameter_server_on_a_full_disk_waits_for_room(server: Server) -> Non
     assert "No space left on device" in status.problem
     assert not status.ready
     assert not status.begun
-    assert fetch(server.http, "/healthz") is not None, "nobody shall kill it for waiting"
+    eventually(lambda: fetch(server.http, "/healthz"), "nobody shall kill it for waiting")
     server.mark.unlink()
     status = eventually(
         lambda: s if (s := server.status()) and s.begun else None, "it goes on when there is room"

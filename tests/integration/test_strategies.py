@@ -12,8 +12,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.histories import check_histories
 from tests.testing.oracle import mse
-from tests.testing.polling import eventually
-from tests.testing.trained import await_training
+from tests.testing.trained import await_training, training
 
 LOCAL = {"consistency": {"mode": "local", "steps": 4}}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -53,7 +52,7 @@ def test_each_keeps_its_promises(tmp_path: Path, fields: dict[str, Any]) -> None
                 leaves.append(session.version)
                 session.drain()
             if (session.worker, rank) == (0, 0) and left():
-                eventually(lambda: not left(), "worker 2 is back")
+                job.until(lambda: training(job, 1) and training(job, 2), "both are back")
             optimizer.step()
         models[session.worker, rank] = model
 

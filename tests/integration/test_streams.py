@@ -33,7 +33,7 @@ from tests.testing.oracle import (
     ranges_of,
     replay,
 )
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.scripts.streamed import Counted, Sought
 from tests.testing.tiers import per_change
 from tests.testing.trained import failing, sgd
@@ -372,6 +372,7 @@ def test_the_processes_that_read_a_stream_end_with_the_session(
                 session.drain()
 
     with running_job(tmp_path) as job:
+        job.worker_limits = WorkerLimits(fetching=timedelta(seconds=LIMIT))
         job.run(script, workers=1)
         assert len(set(active_children()) - before) == 0
     assert seen[-1], "the processes keep something while they live"
@@ -438,7 +439,7 @@ def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
         read=str(counts),
         seeks=seeks,
         processes=processes,
-        seconds=0.05,
+        seconds=0.5,
         hurry=str(hurry),
     )
     with Launcher(job, Options(root=tmp_path / "state", history=tmp_path / "1")) as launcher:

@@ -14,6 +14,7 @@ import torch
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
 from tests.testing.oracle import assert_each_record_once, of_the_end
+from tests.testing.trained import asks
 
 pytestmark = [
     pytest.mark.nightly,  # its import takes longer than its tests
@@ -89,6 +90,8 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(trl: Any, tmp_path: 
             made = make(tmp_path / "job", per_device_train_batch_size=batch // 2, **options)
         if session.worker == 1:
             made.add_callback(losing)
+        elif session.worker == 0:
+            made.add_callback(trl.Losing(lambda: job.until(lambda: asks(job, 1), "worker 1 takes part")))
         trainers.append(trl.prepared(made, session))
         made.train()
 

@@ -336,7 +336,7 @@ def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) ->
 
 def test_a_server_that_stood_still_is_reached_at_its_data_port_again(far: str) -> None:
     """Ports of a process that is stopped take connections, and say nothing."""
-    with contextlib.closing(ways.connect(far)) as connection:
+    with contextlib.closing(ways.connect(far, limits=Limits(speaks=timedelta(seconds=10)))) as connection:
         with everywhere(far):
             assert way_to(connection) == "tcp"
         with (
@@ -390,7 +390,7 @@ def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: 
     machine.lacks_descriptors(monkeypatch, 2 * shares.PART)
     with everywhere(far), contextlib.ExitStack() as stack:
         for _ in range(2):
-            stack.enter_context(tcp.dial(data_address(far))).sendall(stream.GREETING)
+            stack.enter_context(tcp.dial(data_address(far), speaks=LONG)).sendall(stream.GREETING)
         connection = stack.enter_context(contextlib.closing(ways.connect(far)))
         assert way_to(connection) == "grpc"
 
@@ -409,7 +409,7 @@ def test_one_address_has_a_share_of_the_sockets(far: str, monkeypatch: pytest.Mo
             if heard[-1]:
                 sock.sendall(stream.GREETING)  # the server hangs up on those that say nothing for long
         assert heard == [True] * share + [False] * 4
-        connection = stack.enter_context(contextlib.closing(ways.connect(far)))
+        connection = stack.enter_context(patient(far))
         assert way_to(connection) == "tcp", "others are served"
         greedy[0].close()
         eventually(lambda: hears(host, port), "what it gives back, it may have again")
@@ -425,7 +425,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
     server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=200))
     server.serve(reading)
     head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 10, 0)
-    with tcp.dial(server.address) as slow:
+    with tcp.dial(server.address, speaks=LONG) as slow:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""
         eventually(lambda: reading.errors, "the handler is told")
@@ -439,7 +439,7 @@ def test_a_client_that_sends_next_to_nothing_of_a_body_is_cut_off() -> None:
     server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=500))
     server.serve(reading)
     head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 1000, 0)
-    with tcp.dial(server.address) as slow:
+    with tcp.dial(server.address, speaks=LONG) as slow:
         slow.sendall(stream.GREETING + head + b"push")
 
         def cut_off() -> bool:
@@ -458,7 +458,7 @@ def test_a_header_that_is_only_announced_takes_no_memory() -> None:
     announced = server.limits.header_bytes
     tracemalloc.start()
     try:
-        with tcp.dial(server.address) as stranger:
+        with tcp.dial(server.address, speaks=LONG) as stranger:
             stranger.sendall(
                 stream.GREETING + line.HEAD.pack(line.Kind.CALL, 0, 4, announced, 0, 0, 0) + b"push"
             )

@@ -18,6 +18,7 @@ from elastic_ps.core.membership import Member
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import Link
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
@@ -33,6 +34,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import A, Call, Q
 from elastic_ps.transport.convert import ranges_from_message, ranges_to_message, tensors_to_message
+from tests.testing.polling import eventually
 from tests.testing.shard import Body
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
@@ -255,7 +257,17 @@ def start(coordinator: Asked, worker: int = 0, **more: Any) -> Member:
     joined = join(coordinator, worker, **more)
     assert not joined.pending
     if joined.initialise:
-        coordinator.initialised(worker, joined.incarnation)
+
+        def brought() -> bool:  # as a worker does it
+            try:
+                coordinator.initialised(worker, joined.incarnation)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.NOT_READY:
+                    raise
+                return False
+            return True
+
+        eventually(brought, "the model is there")
     return coordinator.job.state.members.live[worker]
 
 

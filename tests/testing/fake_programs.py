@@ -12,7 +12,7 @@ how the run goes:
     durable: the version that the server says is on disk (default: none)
     apart: the worker with this index never joins
     stops: the worker with this index, one of the first two, stops itself (SIGSTOP) before its first step
-    pair_from: from this version on no step counts before two workers have joined
+    pair_from: from this version on no step counts before two workers, or `company`, have joined
     child: start a process in each worker that would outlive it
 """
 
@@ -119,8 +119,8 @@ class Server:
             return {"finished": self.progress["finished"]}
 
     def waits(self) -> bool:
-        first = ARGUMENTS.get("pair_from")
-        return first is not None and self.progress["version"] >= first and len(self.members) < 2
+        first, company = ARGUMENTS.get("pair_from"), ARGUMENTS.get("company", 2)
+        return first is not None and self.progress["version"] >= first and len(self.members) < company
 
     def step(self, member: dict[str, Any]) -> None:
         version, applied = self.progress["version"] + 1, self.progress["recordsApplied"]

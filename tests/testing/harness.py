@@ -26,7 +26,8 @@ from elastic_ps.local.state import write_atomically
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
-from elastic_ps.transport.base import Connection, Server
+from elastic_ps.transport import calls
+from elastic_ps.transport.base import Connection, Frame, Server
 from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
 from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.local_world import ENDING, Links, LocalWorld
@@ -34,6 +35,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.coordinator import Asked
 from tests.testing.polling import LIMIT, eventually, while_moving
 from tests.testing.transports import BY_NAME
+from tests.testing.watched import Watched
 
 
 def make_spec(**fields: Any) -> TrainingJobSpec:
@@ -128,6 +130,20 @@ class Job:
         self.threads.append(thread)
         thread.start()
         return thread
+
+    def begin_together(self, workers: int) -> None:
+        """No worker gets records before all have asked for some, so that none trains all alone."""
+        begin, asked = threading.Barrier(workers), set[int]()
+
+        def through(worker: int, inner: Connection) -> Connection:
+            def before(method: str, _: Frame) -> None:
+                if method == calls.TAKE.name and worker not in asked:
+                    asked.add(worker)
+                    begin.wait(LIMIT)
+
+            return Watched(inner, before)
+
+        self.through = through
 
     def run(self, script: Callable[[Session], Any], *, workers: int) -> None:
         """Start that many workers with the same script, and wait for all of them; see `start` and `join`."""
@@ -231,9 +247,12 @@ def _of_rank(script: Callable[[Session, int], Any], rank: int) -> Callable[[Sess
 
 
 def events(directory: Path, process: str, pid: int | None = None) -> list[dict[str, Any]]:
-    """What a process has recorded, or the one with this pid among those with its name."""
+    """What a process has recorded, or the one with this pid among those with its name.
+
+    A last line that is being written is left out.
+    """
     files = sorted(directory.glob(f"{process}-{pid or '*'}.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [json.loads(line) for file in files for line in file.read_text().rpartition("\n")[0].splitlines()]
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elastic_ps.core.stages import StandbyState
+from elastic_ps.server.node import Node
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.push_pull import PushPull
@@ -24,6 +26,12 @@ def push_pull_of(session: Session) -> PushPull:
 def flat_of(optimizer: ElasticOptimizer) -> Flat:
     """The model's memory."""
     return optimizer._flat  # noqa: SLF001  likewise
+
+
+def is_followed(node: Node) -> bool:
+    """Whether a parameter server's standby has its model, or is getting it."""
+    follower = node._follower  # noqa: SLF001  as a job's status is
+    return follower is not None and follower.state is not StandbyState.AWAY
 
 
 def vanish(session: Session) -> None:

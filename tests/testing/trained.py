@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.testing.oracle import (
     replay,
 )
 
+T = TypeVar("T")
 Models = dict[int, torch.nn.Module]
 MakeModel = Callable[[], torch.nn.Module]
 Scheduler = Callable[[torch.optim.Optimizer], Any]
@@ -46,6 +47,22 @@ def await_training(job: Job, *workers: int) -> None:
         return any(member.steps or member.state not in ("joining", "idle") for member in members)
 
     job.until(lambda: all(map(there, workers)), f"workers {workers} take part")
+
+
+def together(job: Job, loader: Iterable[T], workers: int) -> Iterator[T]:
+    """A loader's batches. With the first one a worker waits until so many take part, so none trains alone."""
+    for number, batch in enumerate(loader):
+        if not number:
+            await_training(job, *range(workers))
+        yield batch
+
+
+def asks(job: Job, *workers: int) -> bool:
+    """Whether all of these have records, or have asked for some: the next version has a part for each."""
+    guarded = job.coordinator.job
+    with guarded.lock:
+        state = guarded.state
+        return {*workers} <= state.rounds.expected | state.rounds.waiting | state.starved
 
 
 def alone(tmp_path: Path, script: Callable[[Session], Any], **fields: Any) -> list[dict[str, Any]]:

@@ -79,10 +79,10 @@ def fork() -> None:
     assert os.waitpid(child, 0)[1] == 0
     process = multiprocessing.get_context("fork").Process(target=torch.zeros, args=(3,))
     process.start()
-    process.join(30)
+    process.join(120)
     assert process.exitcode == 0
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
     process.start()
     process.terminate()  # as a Pool ends its processes
-    process.join(30)
+    process.join(120)
     assert process.exitcode == -signal.SIGTERM

@@ -16,6 +16,7 @@ from elastic_ps.codec.state import ImportedState, OptimizerState, Snapshot, Stor
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import StorageUnavailable
 from tests.testing import machine
+from tests.testing.polling import eventually
 
 LAYOUT = partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1)
 
@@ -81,6 +82,7 @@ def test_changes_wait_for_the_reader_of_a_snapshot_before_they_copy_more_than_it
     changed = sum(float(each[0]) == -1 for each in changing.tensors)
     assert thread.is_alive(), "nobody reads"
     assert changed <= COUNT * Snapshot.SHARE
+    eventually(lambda: float(changing.tensors[0][0]) == -1, "it has begun")
     assert changing.read() == list(range(COUNT))
     thread.join()
     assert changing.snapshot.pause > timedelta(0)

@@ -18,7 +18,7 @@ from elastic_ps.embedding import Adagrad, Table, TableSpec, uniform
 from elastic_ps.embedding.columns import NEVER
 from elastic_ps.embedding.snapshot import TablesAt
 from elastic_ps.embedding.stored import columns_to_part, exported, parts_in
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 
 SPEC = TableSpec(
     name="a", dim=3, init=uniform(-1, 1), optimizer=Adagrad(lr=0.1), admit_after=2, expire_after=6
@@ -154,8 +154,20 @@ def test_a_small_table_is_exported_as_the_weight_of_a_layer_too(
         assert torch.equal(weight[found["a.ids"]], found["a.values"])
 
 
+class Noting(threading.Condition):
+    """It notes that somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.set()
+        return super().wait(timeout)
+
+
 def test_a_step_waits_for_the_reader_when_the_copies_take_too_much() -> None:
-    table, lock = Table(SPEC), threading.Condition()
+    table, lock = Table(SPEC), Noting()
     for version in range(1, 4):
         update([table], version)
     with lock:
@@ -172,6 +184,7 @@ def test_a_step_waits_for_the_reader_when_the_copies_take_too_much() -> None:
 
     thread = threading.Thread(target=step)
     thread.start()
+    assert lock.waits.wait(LIMIT)
     assert not waited.is_set()
     assert [*snapshot.read()]
     eventually(waited.is_set, "the step goes on")

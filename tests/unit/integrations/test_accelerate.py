@@ -98,6 +98,7 @@ def elastic(session: Session, **options: Any) -> ElasticAccelerator:
 
 def in_job(job: Job, make: Callable[[Session], Trained], *, workers: int = 1) -> dict[int, Trained]:
     trained = dict[int, Trained]()
+    job.begin_together(workers)
     job.run(lambda session: trained.update({session.worker: make(session)}), workers=workers)
     return trained
 
@@ -741,6 +742,7 @@ def test_a_scheduler_that_counts_a_workers_steps_is_warned_of(
         rates.append(optimizer.param_groups[0]["lr"])
 
     with running_job(tmp_path) as job:
+        job.begin_together(2)
         job.run(make, workers=2)
     assert len([each for each in caplog.messages if "it is not prepared" in each]) == 2 * warned
     assert (min(rates) > 0.01) == warned

@@ -86,6 +86,7 @@ def elastic(session: Session, *, plugins: Any = None, **options: Any) -> Any:
 
 def in_job(job: Job, make: Callable[[Session], Trained], *, workers: int = 1) -> dict[int, Trained]:
     trained = dict[int, Trained]()
+    job.begin_together(workers)
     job.run(lambda session: trained.update({session.worker: make(session)}), workers=workers)
     return trained
 
@@ -234,6 +235,7 @@ def test_several_optimizers_step_in_turn(tmp_path: Path, workers: int) -> None:
 
     consistency = {"globalBatchSize": workers * BATCH}
     with running_job(tmp_path, consistency=consistency, data=IN_ORDER) as job:
+        job.begin_together(workers)
         job.run(script, workers=workers)
         assert_each_record_once(job.commits(), records=4 * workers * BATCH, epochs=EPOCHS)
     assert sorted(models) == [*range(workers)]

@@ -25,6 +25,7 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.lightning import MARKS, Net, trainer_of
 from tests.testing.oracle import assert_each_record_once, of_the_end, replay
 from tests.testing.polling import LIMIT
+from tests.testing.trained import asks
 
 EPOCHS, RECORDS, BATCH = 3, 48, 8
 pytestmark = MARKS
@@ -138,10 +139,12 @@ def test_a_worker_and_the_server_die_and_a_worker_comes(tmp_path: Path, library:
         for worker in (0, 1):
             job.start(worker, script)
         assert paused.reached.wait(LIMIT)
+        job.until(lambda: 1 in job.coordinator.job.state.members.live, "worker 1 is there")
         before = job.status().progress.version
         job.declare_gone(1)
         job.restart(0)
         job.start(2, script)
+        job.until(lambda: 2 in ours or asks(job, 2), "worker 2 asks for records")
         paused.goes_on.set()
         job.join()
         assert_each_record_once(of_the_end(job.commits()), records=RECORDS, epochs=EPOCHS)

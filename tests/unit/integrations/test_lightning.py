@@ -125,6 +125,7 @@ def test_workers_share_the_batches_of_lightning_alone(tmp_path: Path, workers: i
 
     together = {"globalBatchSize": 2 * BATCH}
     with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
+        job.begin_together(workers)
         job.run(script, workers=workers)
         assert_each_record_once(job.commits(), records=records, epochs=EPOCHS)
     for worker in range(workers):
@@ -364,6 +365,7 @@ def test_others_train_what_a_worker_leaves_of_an_epoch(tmp_path: Path, leaving: 
         trained[session.worker] = fit(ElasticStrategy(session=session), module, batch=1)
 
     with running_job(tmp_path, worker={"replicas": 2}) as job:
+        job.begin_together(2)
         job.run(script, workers=2)
         assert job.status().progress.stopped
     assert len(trained[0].losses) <= EPOCHS * 8
@@ -448,6 +450,7 @@ def test_the_chief_tests_its_best_checkpoint_and_the_others_end(
         tested[session.worker] = result["test/loss"]
 
     with running_job(tmp_path / "job", data=IN_ORDER, worker={"replicas": 2}) as job:
+        job.begin_together(2)
         job.run(script, workers=2)
         [(chief, loss)] = tested.items()
         assert ended == [(1 - chief, 0, False)]

@@ -121,6 +121,7 @@ def test_two_workers_choose_the_same_of_several_optimizers(tmp_path: Path) -> No
     records = 6 * 2 * BATCH
     alone = fit("auto", ByVersion(), records=records, batch=2 * BATCH)
     with running_job(tmp_path, consistency={"globalBatchSize": 2 * BATCH}, data=IN_ORDER) as job:
+        job.begin_together(2)
         trained = in_job(job, ByVersion, workers=2, options={"records": records}, max_grad_norm=0.01)
         assert_each_record_once(job.commits(), records=records, epochs=EPOCHS)
     for worker in range(2):

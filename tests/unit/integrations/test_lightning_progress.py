@@ -37,6 +37,7 @@ def test_the_bar_ends_with_the_epoch(
         trained[session.worker] = fit(ElasticStrategy(session=session), module, **options)
 
     with running_job(tmp_path, worker={"replicas": 2}) as job:
+        job.begin_together(2)
         job.run(script, workers=2)
     shown = re.findall(r"Epoch (\d+): +(\d+)%\|[^|]*\| (\d+)/(\d+) ", capsys.readouterr().out)
     last = {epoch: (percent, int(done), int(total)) for epoch, percent, done, total in shown if done != "0"}
@@ -59,6 +60,7 @@ def test_a_bar_of_rich_ends_with_the_epoch(tmp_path: Path) -> None:
         fit(ElasticStrategy(session=session), module, enable_progress_bar=not session.worker, callbacks=bar)
 
     with running_job(tmp_path, worker={"replicas": 2}) as job:
+        job.begin_together(2)
         job.run(script, workers=2)
     assert ends
     assert all(completed == total for completed, total in ends)

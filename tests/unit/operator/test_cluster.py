@@ -34,6 +34,7 @@ from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.server.status import StatusServer
 from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.simulation import job_document
 from tests.testing.talking import Server, Talk, dripping, saying
 
@@ -48,6 +49,7 @@ class Operator:
     def __init__(self, server: ApiServer, directory: Path, **settings: Any) -> None:
         self.server = server
         self.metrics = Metrics()
+        settings.setdefault("status_timeout", timedelta(seconds=LIMIT))
         self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
         self.api = Api(self.settings, self.metrics)
         self.store = Store()
@@ -612,17 +614,19 @@ def test_a_parameter_server_that_misbehaves_is_one_that_does_not_answer(
     server: ApiServer, tmp_path: Path, talk: Talk
 ) -> None:
     server.add_job()
-    operator = Operator(server, tmp_path, status_timeout=timedelta(seconds=0.3))
+    operator = Operator(
+        server, tmp_path, status_timeout=timedelta(seconds=2.0 if talk is dripping else LIMIT)
+    )
     operator.turns()
     for name in server.names("pods"):
         server.start(name, address=SERVER_ADDRESS)
     talking = Server(talk, (SERVER_ADDRESS, DEFAULT_HTTP_PORT))
     try:
         operator.turns(2)
+        eventually(lambda: talking.asked == 2, "it is asked twice")
     finally:
         talking.close()
     assert operator.status.phase == "Running"
-    assert talking.asked == 2
 
 
 def test_the_counters_tell_how_jobs_start_and_end(
