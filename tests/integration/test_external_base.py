@@ -17,9 +17,8 @@ from elastic_ps.transport import calls
 from elastic_ps.transport.base import Frame
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, running_job
-from tests.testing.inside import is_followed
 from tests.testing.oracle import assert_each_record_once, of_the_end, replay
-from tests.testing.trained import adam, await_training, failing
+from tests.testing.trained import adam, await_standbys, await_training, failing
 from tests.testing.watched import Watched
 
 WIDTH = 256
@@ -96,7 +95,7 @@ def test_adapters_of_two_workers_are_those_of_one_process(
             if step == 0:
                 await_training(job, 0, 1)
             if step == 3 and disturbs and "durability" in server:
-                job.until(lambda: all(is_followed(each.node) for each in job.servers), "they are told")
+                await_standbys(job)
             if step == 5 and disturbs and lost is not None:
                 if "durability" in server:
                     job.until(lambda: job.followed, "the standbys follow")

@@ -25,11 +25,10 @@ from tests.testing.gan import (
     trainer,
 )
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.inside import is_followed
 from tests.testing.optimizers import Lion
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT
-from tests.testing.trained import adam, sgd, training
+from tests.testing.trained import adam, await_standbys, sgd, training
 
 FIXED: dict[str, Any] = {
     "consistency": {"deterministic": True},
@@ -69,7 +68,7 @@ def test_a_lost_parameter_server_loses_neither_state(tmp_path: Path, durability:
 
             def each(session: Session) -> None:
                 if durability == "standby" and session.version == 3:
-                    job.until(lambda: all(is_followed(each.node) for each in job.servers), "they follow")
+                    await_standbys(job)
                 ready = session.version >= version and (durability == "checkpoint" or job.followed)
                 if lose and ready and once.acquire(blocking=False):
                     job.restart(0)

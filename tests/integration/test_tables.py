@@ -15,10 +15,9 @@ from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.model import ModelDescription
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
-from tests.testing.inside import is_followed
 from tests.testing.oracle import assert_each_record_once, mse, replay
 from tests.testing.tiers import per_change
-from tests.testing.trained import await_training
+from tests.testing.trained import await_standbys, await_training
 from tests.testing.transports import whole_jobs
 
 Optimizers = Callable[[torch.nn.Module], torch.optim.Optimizer | dict[str, torch.optim.Optimizer]]
@@ -286,7 +285,7 @@ def test_a_lost_parameter_server_changes_no_bit(tmp_path: Path, make: Optimizers
 
             def each(session: Session) -> None:
                 if durability == "standby" and session.version == 3:
-                    job.until(lambda: all(is_followed(each.node) for each in job.servers), "they follow")
+                    await_standbys(job)
                 ready = session.version >= 7 and (durability == "checkpoint" or job.followed)
                 if lose and ready and once.acquire(blocking=False):
                     job.restart(0)

@@ -20,6 +20,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, ElasticPSError
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.dialogue import WorkerLimits
+from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -144,18 +145,24 @@ class Interrupted(Connection):
         raise ConnectionLost("a test has cut the connection")
 
 
+def two_steps(session: Session) -> ElasticOptimizer:
+    """Train a small model; returns its optimizer."""
+    model = make_mlp()
+    optimizer = session.optimizer(sgd(model), model)
+    for x, y in session.loader(Numbers(20), 10):
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+    return optimizer
+
+
 def test_the_optimizers_state_is_asked_for_again(tmp_path: Path) -> None:
     kept = dict[str, Any]()
 
     def script(session: Session) -> None:
-        model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
-        for x, y in session.loader(Numbers(20), 10):
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
+        optimizer = two_steps(session)
         kept.update(optimizer.state_dict()["state"])
-        assert len(kept) == len(list(model.parameters()))
+        assert len(kept) == len(list(make_mlp().parameters()))
 
     with running_job(tmp_path) as job:
         ways = [Interrupted(inner) for inner in job.open_connections()]
@@ -189,16 +196,8 @@ def test_a_bucket_that_never_arrives_whole_ends_a_worker_after_its_patience(tmp_
         def close(self) -> None:
             self._inner.close()
 
-    def script(session: Session) -> None:
-        model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
-        for x, y in session.loader(Numbers(20), 10):
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-
     with running_job(tmp_path, parameterServer={"bucketBytes": 1024}) as job:
         job.worker_limits = WorkerLimits(patience=timedelta(seconds=1))
         job.through = lambda _, inner: Cut(inner)
         with pytest.raises(ConnectionLost, match=r"has not answered for .* s: a test has cut a body"):
-            job.run(script, workers=1)
+            job.run(two_steps, workers=1)

@@ -13,9 +13,9 @@ import elastic_ps
 from elastic_ps.codec.several import Several
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
-from tests.testing.inside import is_followed
 from tests.testing.optimizers import Lamb, Lars
 from tests.testing.oracle import assert_each_record_once, mse, of_the_end, replay
+from tests.testing.trained import await_standbys
 
 DATA = Numbers(96)
 OWN = ["tests.testing.optimizers:Lamb", "tests.testing.optimizers:Lars"]
@@ -106,7 +106,7 @@ def test_a_standby_takes_over_what_it_keeps(tmp_path: Path, name: str) -> None:
         optimizer = session.optimizer(KINDS[name](model), model)
         for x, y in session.loader(DATA, 4):
             if session.version == 5:
-                job.until(lambda: all(is_followed(each.node) for each in job.servers), "the standby is told")
+                await_standbys(job)
             if session.version == 8 and not lost:
                 job.until(lambda: job.followed, "the standby has every round")
                 lost.append(session.version)

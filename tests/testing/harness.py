@@ -247,9 +247,9 @@ def _of_rank(script: Callable[[Session, int], Any], rank: int) -> Callable[[Sess
 
 
 def events(directory: Path, process: str, pid: int | None = None) -> list[dict[str, Any]]:
-    """What a process has recorded, or the one with this pid among those with its name.
+    """Return the events that processes with this name have recorded; with `pid`, only those of that process.
 
-    A last line that is being written is left out.
+    The last line is left out while it is being written.
     """
     files = sorted(directory.glob(f"{process}-{pid or '*'}.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().rpartition("\n")[0].splitlines()]

@@ -12,6 +12,7 @@ import torch
 from elastic_ps.worker.schedule import Interval
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
+from tests.testing.inside import is_followed
 from tests.testing.oracle import (
     Loss,
     MakeOptimizer,
@@ -47,6 +48,11 @@ def await_training(job: Job, *workers: int) -> None:
         return any(member.steps or member.state not in ("joining", "idle") for member in members)
 
     job.until(lambda: all(map(there, workers)), f"workers {workers} take part")
+
+
+def await_standbys(job: Job) -> None:
+    """Wait until every standby has its shard's model, or is getting it."""
+    job.until(lambda: all(is_followed(server.node) for server in job.servers), "the standbys are told")
 
 
 def together(job: Job, loader: Iterable[T], workers: int) -> Iterator[T]:
