@@ -36,7 +36,7 @@ def shell(jobs: Jobs, tmp_path: Path) -> Shell:
 
     def run(text: str) -> str:
         done = subprocess.run(
-            ["sh", "-ec", text], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=1800
+            ["sh", "-ec", text], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=3600
         )
         assert done.returncode == 0, f"{text}{done.stdout}{done.stderr}"
         return done.stdout
