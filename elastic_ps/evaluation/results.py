@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps.checkpoint import files
-from elastic_ps.errors import CheckpointCorrupt, UserError
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, UserError
 
 FILE = "evaluations.json"
 LIMIT = 1 << 26
@@ -35,6 +35,14 @@ def read(directory: Path) -> dict[str, Any] | None:
     if not isinstance(data, dict):
         raise CheckpointCorrupt(f"{path} cannot be read: it is not a JSON object")
     return data
+
+
+def kept(directory: Path) -> frozenset[int]:
+    """The best version, as an evaluator of an earlier job on this directory found it. Blocks for the disk."""
+    try:
+        return frozenset([best_version(directory)])
+    except (CheckpointError, UserError):
+        return frozenset()
 
 
 def best_version(directory: Path) -> int:

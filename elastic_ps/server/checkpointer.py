@@ -25,6 +25,7 @@ from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import CheckpointError, Fenced, NoCheckpoint, RefusalCode, Refused, TransportError
+from elastic_ps.evaluation import results
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.guarded import Guarded
@@ -401,7 +402,8 @@ class Checkpointer:
             assert self._store is not None
             problem, fenced = "", False
             try:
-                held = self.evaluation_queue.held if self.evaluation_queue is not None else ()
+                work = self.evaluation_queue
+                held = work.held if work is not None else results.kept(self._store.directory)
                 with self._lock:
                     keep = self._times.keep
                 self._store.commit(manifest, keep=keep, held=held)

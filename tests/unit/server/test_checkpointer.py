@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import threading
@@ -24,6 +25,7 @@ from elastic_ps.errors import (
     Refused,
     StorageUnavailable,
 )
+from elastic_ps.evaluation import results
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import SLOWEST, ServerLimits
 from elastic_ps.server.orders import Written
@@ -61,6 +63,15 @@ def checkpoints(store: Store, limits: ServerLimits) -> Iterator[Checkpointer]:
     made.close()
 
 
+def keep(store: Store, checkpoints: Checkpointer, version: int, *, now: float = 0.0) -> None:
+    """Write a checkpoint of a version, and wait until it is on disk."""
+    number = checkpoints.number()
+    checkpoints.begin(version, now, dict(STATE), number=number)
+    file = store.write_shard(checkpoints.term, version, 0, 1, iter(()), number=number)
+    checkpoints.part(0, Written(checkpoints.term, number, version, file, "", timedelta(0)))
+    eventually(lambda: checkpoints.durable_version == version, f"version {version} is on disk")
+
+
 @pytest.mark.parametrize(
     ("version", "now", "due"),
     [
@@ -88,10 +99,7 @@ def test_versions_count_from_the_last_checkpoint(store: Store, checkpoints: Chec
 
 def test_versions_that_are_made_again_are_kept_again(store: Store, checkpoints: Checkpointer) -> None:
     """The checkpoint of 200 was begun, and given up because the job went back to 100."""
-    checkpoints.begin(100, 0.0, dict(STATE), number=1)
-    file = store.write_shard(checkpoints.term, 100, 0, 1, iter(()), number=1)
-    checkpoints.part(0, Written(checkpoints.term, 1, 100, file, "", timedelta(0)))
-    eventually(lambda: checkpoints.durable_version == 100, "version 100 is on disk")
+    keep(store, checkpoints, 100)
     checkpoints.begin(200, 1.0, dict(STATE), number=2)
     checkpoints.begin_term()
     assert checkpoints.newest().version == 100
@@ -187,10 +195,7 @@ def test_an_older_look_does_not_hide_what_a_newer_one_has_found(
 
 def test_an_old_checkpoint_is_a_problem_whatever_the_reason(store: Store, checkpoints: Checkpointer) -> None:
     """For whatever reason none comes, it must not go unseen."""
-    checkpoints.begin(1, 0.0, dict(STATE), number=1)
-    file = store.write_shard(checkpoints.term, 1, 0, 1, iter(()), number=1)
-    checkpoints.part(0, Written(checkpoints.term, 1, 1, file, "", timedelta(0)))
-    eventually(lambda: checkpoints.durable_version == 1, "version 1 is on disk")
+    keep(store, checkpoints, 1)
     now = time.monotonic()
     assert not checkpoints.problem(version=2, now=now + 149), "three intervals and a minute are granted"
     assert "of version 1, is 1" in checkpoints.problem(version=2, now=now + 151)
@@ -219,14 +224,19 @@ def test_the_part_of_a_large_model_may_take_longer(two_shards: Checkpointer) -> 
     assert "after 900 s" in two_shards.failure
 
 
+def test_the_best_version_of_an_earlier_evaluator_is_kept(store: Store, checkpoints: Checkpointer) -> None:
+    """A job that goes on without the evaluator must not delete what `elastic-ps export best` takes."""
+    (store.directory / results.FILE).write_text(json.dumps({"best": 1}))
+    for version in range(1, 5):
+        keep(store, checkpoints, version)
+    assert store.versions() == [1, 3, 4]
+
+
 def test_checkpoints_that_have_gone_are_waited_for(store: Store, checkpoints: Checkpointer) -> None:
     """A volume that is away for a moment must not make the job begin anew."""
     with pytest.raises(NoCheckpoint):
         checkpoints.newest()
-    checkpoints.begin(1, 0.0, dict(STATE), number=1)
-    file = store.write_shard(checkpoints.term, 1, 0, 1, iter(()), number=1)
-    checkpoints.part(0, Written(checkpoints.term, 1, 1, file, "", timedelta(0)))
-    eventually(lambda: checkpoints.durable_version == 1, "version 1 is on disk")
+    keep(store, checkpoints, 1)
     aside = store.path(1).rename(store.directory.parent / "aside")
     with pytest.raises(StorageUnavailable, match="the checkpoint of version 1 has disappeared"):
         checkpoints.newest()
@@ -399,10 +409,7 @@ def test_a_broken_checkpoint_is_told_until_a_new_one_is_written(
 
 
 def test_a_failure_to_go_back_is_told_until_it_has_worked(store: Store, checkpoints: Checkpointer) -> None:
-    checkpoints.begin(1, 0.0, dict(STATE), number=1)
-    file = store.write_shard(checkpoints.term, 1, 0, 1, iter(()), number=1)
-    checkpoints.part(0, Written(checkpoints.term, 1, 1, file, "", timedelta(0)))
-    eventually(lambda: checkpoints.durable_version == 1, "version 1 is on disk")
+    keep(store, checkpoints, 1)
     checkpoints.failed("the other shard does not answer")
     assert checkpoints.problem(1, 0.0) == "the other shard does not answer"
     assert checkpoints.newest().version == 1
