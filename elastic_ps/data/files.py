@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ BESIDE = "beside"
 _NUMBERED = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _NAMED = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _PATTERN = re.compile(r"[*?[]")
+_INDEX = re.compile(r"\.[0-9a-f]{16}\.index$")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _EXPECTED = (
     "Expected paths or URLs of files that fsspec opens, or patterns such as data/*.tar and "
@@ -156,7 +158,10 @@ class File:
     def write(self, content: bytes) -> None:
         """Write the whole file. Raises OSError, or what else its filesystem raises."""
         filesystem, path = _fsspec().core.url_to_fs(self.url, **self._options)
-        filesystem.pipe_file(path, content)
+        if type(filesystem).__name__ == "LocalFileSystem":
+            _replace(Path(path), content)
+        else:
+            filesystem.pipe_file(path, content)
         self._opened = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,8 +227,9 @@ def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.P
         keep: `BESIDE`, or the folder of the cache; None: `elastic-ps/index` in the user's cache.
     """
     beside = file.beside(f".{key_of(kind.encode())}.index")
-    if beside.exists() and (found := _loaded(beside.read(0, beside.size), str(file.size))) is not None:
-        return found
+    with suppress(UsageError):  # another process replaces it
+        if beside.exists() and (found := _loaded(beside.read(0, beside.size), str(file.size))) is not None:
+            return found
     cached = _cache(keep) / f"{key_of(f'{file.url}/{kind}'.encode())}.index"
     stamp = f"{file.size}/{file.version}"
     with suppress(OSError):
@@ -235,10 +241,7 @@ def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.P
         return made
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=cached.parent)
-        with os.fdopen(handle, "wb") as unfinished:
-            unfinished.write(_saved(made, stamp))
-        Path(temporary).replace(cached)
+        _replace(cached, _saved(made, stamp))
     except OSError as error:
         logger.warning("the index of %s is not stored, so each process builds it: %s", file.url, error)
     return made
@@ -293,7 +296,8 @@ def _matching(url: str, options: Any) -> list[str]:
         raise UsageError(f"{url[:300]} is not a URL of files: {error}. {_EXPECTED}") from error
     if "*" not in url and filesystem.exists(path):
         return [url]
-    return [filesystem.unstrip_protocol(each) for each in sorted(filesystem.glob(path))]
+    found = (each for each in sorted(filesystem.glob(path)) if not _INDEX.search(each))
+    return [filesystem.unstrip_protocol(each) for each in found]
 
 
 def _is_of_http(url: str) -> bool:
@@ -311,6 +315,15 @@ def key_of(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file, so that nobody reads a part of it. Its suffix is that of an index."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=path.name)
+    with os.fdopen(handle, "wb") as unfinished:
+        unfinished.write(content)
+        os.fchmod(handle, 0o644)  # other users train on the files, too
+    Path(temporary).replace(path)
+
+
 def _saved(index: Index, stamp: str) -> bytes:
     buffer = io.BytesIO()
     arrays: dict[str, Any] = {"stamp": np.array(stamp), **index}
@@ -320,7 +333,7 @@ def _saved(index: Index, stamp: str) -> bytes:
 
 def _loaded(content: bytes, stamp: str) -> Index | None:
     """The index, if it is one of a file with this stamp."""
-    with suppress(ValueError, OSError, KeyError, EOFError):
+    with suppress(ValueError, OSError, KeyError, EOFError, zipfile.BadZipFile):
         with np.load(io.BytesIO(content), allow_pickle=False) as found:
             arrays = {name: found[name] for name in found.files}
         if str(arrays.pop("stamp")) == stamp:

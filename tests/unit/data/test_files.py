@@ -56,6 +56,26 @@ def test_an_index_beside_a_file_of_a_server_is_found(tmp_path: Path, query: str)
         assert (len(data), data.bytes_read) == (2000, 0)
 
 
+def test_an_index_beside_a_file_is_no_file_of_a_pattern(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("one\ntwo\n")
+    for _ in range(2):
+        assert len(TextDataset(tmp_path / "*.txt*", index=BESIDE)) == 4
+
+
+def test_an_index_beside_a_file_is_replaced_at_once_and_made_again_if_it_is_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    TextDataset(tmp_path / "a.txt", index=BESIDE)
+    [index] = tmp_path.glob("*.index")
+    whole = index.read_bytes()
+    index.write_bytes(whole[: len(whole) // 2])
+    with index.open("rb") as half:  # another worker reads it meanwhile
+        assert len(TextDataset(tmp_path / "a.txt", index=BESIDE)) == 2
+        assert half.read() == whole[: len(whole) // 2]
+    assert index.read_bytes() == whole
+    assert index.stat().st_mode & 0o444 == 0o444
+
+
 @pytest.mark.parametrize("make", [TextDataset, TarDataset, ParquetDataset, ArrowDataset])
 @pytest.mark.parametrize(
     ("url", "match"),
