@@ -235,7 +235,14 @@ def _expression(where: Any) -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise UsageError("Parquet and Arrow files need pyarrow: pip install 'elastic-ps[data]'") from error
-    return pyarrow.parquet.filters_to_expression(where) if isinstance(where, list) else where
+    return pyarrow.parquet.filters_to_expression(_sorted(where)) if isinstance(where, list) else where
+
+
+def _sorted(where: Any) -> Any:
+    """The filters with their sets as lists: the order of a set of strings is another one in each process."""
+    if isinstance(where, list | tuple):
+        return type(where)(map(_sorted, where))
+    return sorted(where, key=repr) if isinstance(where, set | frozenset) else where
 
 
 def _first_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.api.job import Data
-from elastic_ps.data.order import Order
+from elastic_ps.data.order import MOST_TEXT, Order
 from elastic_ps.data.stream import HuggingFaceStream, IndexedStream
 from elastic_ps.errors import InvalidModel, UsageError
 
@@ -241,7 +241,13 @@ def _order_of(dataset: Any, records: int, data: Data, *, shuffle: bool) -> Order
         keep(data.order.buffer + 1)
     try:
         found = blocks or [int(each) for each in sizes()]
-        return Order(records, found, data.order.buffer, shuffle, data.seed)
+        order = Order(records, found, data.order.buffer, shuffle, data.seed)
+        if (size := len(order.to_text())) > MOST_TEXT:
+            raise ValueError(
+                f"the sizes of {len(order.sizes)} blocks take {size} bytes as text; at most {MOST_TEXT} are "
+                "possible. Make larger blocks, or set data.order.blocks to a number of records"
+            )
+        return order
     except ValueError as error:
         raise UsageError(f"{'data.order.blocks' if blocks else f'{name}.block_sizes()'}: {error}") from None
 

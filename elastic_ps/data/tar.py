@@ -152,6 +152,11 @@ def _members(file: File) -> Iterator[tuple[str, int, int, int]]:
                 for member in tar:
                     if not member.isreg():
                         continue
+                    if member.issparse():
+                        raise UsageError(
+                            f"{member.name} in {file.url} is a sparse file, of which a tar has parts only. "
+                            "Make the tar without --sparse"
+                        )
                     if member.offset_data + member.size > file.size:
                         raise tarfile.ReadError("it is truncated")
                     source.seek(member.offset_data - _HEADER)

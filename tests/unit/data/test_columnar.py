@@ -72,6 +72,20 @@ def test_columns_and_rows_are_chosen(tmp_path: Path, kind: str, make: Any) -> No
 
 
 @KINDS
+def test_the_order_of_a_set_of_wanted_values_changes_nothing(tmp_path: Path, kind: str, make: Any) -> None:
+    """That of a set of strings is another one in each worker."""
+    write(tmp_path, kind)
+    ordered, reverse = {0, 8}, {8, 0}
+    assert list(ordered) != list(reverse)
+    data = [
+        make(tmp_path / f"*.{kind}", where=[("id", "in", wanted)], index=tmp_path / "index")
+        for wanted in (ordered, reverse)
+    ]
+    assert data[0].block_digests() == data[1].block_digests()
+    assert len(data[0]) == 2
+
+
+@KINDS
 def test_only_the_columns_and_parts_that_are_wanted_are_read(tmp_path: Path, kind: str, make: Any) -> None:
     write(tmp_path, kind)
     make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")

@@ -37,6 +37,13 @@ class InBlocks(TensorDataset):
         return [4, 6]
 
 
+class ManyBlocks(TensorDataset):
+    """Their sizes are more text than a request has."""
+
+    def block_sizes(self) -> list[int]:
+        return [1] * len(self)
+
+
 def test_a_dataloader_of_a_torch_without_in_order_keeps_the_order() -> None:
     loader = DataLoader(RECORDS, batch_size=4, shuffle=True, drop_last=True)
     vars(loader).pop("in_order", None)
@@ -126,3 +133,5 @@ def test_impossible_blocks_are_refused() -> None:
         UsageError, match=r"block_sizes\(\): the blocks have 10 records together, but the data"
     ):
         blocks_of(InBlocks(torch.arange(11.0)))
+    with pytest.raises(UsageError, match=r"the sizes of 700000 blocks take \d+ bytes .* Make larger blocks"):
+        blocks_of(ManyBlocks(torch.arange(700_000.0)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,16 @@ def test_a_server_without_ranges_is_refused(tmp_path: Path) -> None:
 def test_a_compressed_tar_is_refused(tmp_path: Path, mode: str) -> None:
     write_tar(tmp_path / "a.tar", {"a.txt": b"1"}, mode)
     with pytest.raises(UsageError, match=r"a\.tar is compressed with .*Decompress it"):
+        TarDataset(tmp_path / "a.tar")
+
+
+def test_a_sparse_member_is_refused(tmp_path: Path) -> None:
+    """A tar has only its parts that are not zero, so its bytes are not where its size says."""
+    with (tmp_path / "a.npy").open("wb") as file:
+        file.truncate(1 << 20)
+        file.write(b"x")
+    subprocess.run(["tar", "--sparse", "-cf", "a.tar", "a.npy"], cwd=tmp_path, check=True)
+    with pytest.raises(UsageError, match=r"a\.npy in .*a\.tar is a sparse file"):
         TarDataset(tmp_path / "a.tar")
 
 
