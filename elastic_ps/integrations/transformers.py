@@ -242,7 +242,7 @@ class _InJob:
         If a step has no token that counts, it is not made, and its records are skipped.
         """
         if self._items is not None:
-            if not (self._counts or self.accelerator.scaler):
+            if not self._counts:
                 if not self._has_warned:
                     logger.warning(_NO_LABEL)
                 self._skips = self._has_warned = True
@@ -355,6 +355,11 @@ class _OfTrainer(ElasticAccelerator):
         for model in self._models[-1:] if self._base else ():
             model.train()  # the Trainer does so only before its first forward
         return super().prepare_optimizer(*args, **kwargs)
+
+    def unscale_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Like accelerate's, if a step follows: otherwise the scaler would not expect the next gradients."""
+        if self.sync_gradients:
+            super().unscale_gradients(*args, **kwargs)
 
     @property
     def has_begun(self) -> bool:

@@ -564,10 +564,15 @@ def test_adafactor_of_transformers_makes_the_steps(tmp_path: Path, fields: dict[
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
 
 
-def test_a_batch_without_labels_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("half", [False, True])
+def test_a_batch_without_labels_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, half: bool
+) -> None:
     def script(session: Session) -> None:
         given = arguments(tmp_path, eval_strategy="no")
         trainer = Trainer(TokenNet(), given, train_dataset=Unlabelled(RECORDS, {1}))
+        if half:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         prepare_trainer(trainer, session=session).train()
         assert not any(p.isnan().any() for p in trainer.model.parameters())
 
