@@ -160,7 +160,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def is_main_process(self) -> bool:
         """True on worker 0. After a loop over the training data, true on the chief instead."""
         training = self.training
-        if training is None or training.within or not training.begun:
+        if training is None or training.within or not training.entered:
             return self.is_local_main_process
         return training.is_chief()
 
@@ -177,6 +177,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which does nothing unless `is_main_process` is true when it is called."""
         return lambda *args, **kwargs: function(*args, **kwargs) if self.is_main_process else None
+
+    on_last_process = on_main_process
 
     def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which does nothing on other workers than worker 0."""

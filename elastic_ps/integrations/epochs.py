@@ -72,6 +72,7 @@ class EpochLoader:
         self._place, self._ended = place, ended
         self._numbers = loader.epochs()
         self._upcoming: int | None = None  # an epoch that has been asked for, and not looped over
+        self._finished = False  # the job has no further epoch
         self._is_of_job = False  # the last loop had an epoch of the job's
         self._running: Iterator[Any] | None = None  # what the loop under way takes from, or one that was left
         self._untrained: Generator[Any, None, None] | None = None
@@ -87,6 +88,11 @@ class EpochLoader:
         """Whether the script is in a loop, or in the step with the last batches of one."""
         batches = self._loader.batches
         return self.looping or (self._owes and (bool(batches.computed) or batches.stale))
+
+    @property
+    def entered(self) -> bool:
+        """Whether a loop has begun, or none will, because the training was finished before."""
+        return self.begun > 0 or self._finished
 
     @property
     def computed(self) -> int:
@@ -193,6 +199,7 @@ class EpochLoader:
         """The job's next epoch that this worker has records of; None after the last one. Blocks."""
         if self._upcoming is None:
             self._upcoming = next(self._numbers, None)
+            self._finished = self._upcoming is None
         return self._upcoming
 
     def epochs(self) -> Iterator[int]:
@@ -247,7 +254,8 @@ class EpochLoader:
     def is_chief(self) -> bool:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""
         self.heed_break()
-        return (self._is_of_job or bool(self._session.stopped)) and self._session.is_chief
+        late = self._finished and not self.begun
+        return (self._is_of_job or late or bool(self._session.stopped)) and self._session.is_chief
 
 
 class _UntilGroup:

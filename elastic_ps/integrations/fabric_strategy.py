@@ -101,7 +101,7 @@ class FabricInJob(OneDevice):
     def is_global_zero(self) -> bool:
         """True on worker 0. After a loop over the training data, true on the chief instead."""
         training = self._training
-        if training is None or training.within or not training.begun:
+        if training is None or training.within or not training.entered:
             return bool(self.global_rank == 0)
         return training.is_chief()
 

@@ -290,7 +290,7 @@ class TrainsInJob(OneDevice):
         previous chief, or worker 0.
         """
         epochs, session = self.epochs, self.session
-        known = epochs is None or not epochs.begun
+        known = epochs is None or not epochs.entered
         if known or (
             epochs.looping and (epochs.is_last or session.stopped or session.spec.worker.processes > 1)
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -358,13 +358,18 @@ class Sums(NamedTuple):
     model: dict[str, torch.Tensor]
 
 
-def sums(session: Session, *, at_end_of_epoch: Callable[[int], object] = lambda epoch: None) -> Sums:
+def sums(
+    session: Session,
+    *,
+    at_end_of_epoch: Callable[[int], object] = lambda epoch: None,
+    epochs: Callable[[ElasticAccelerator], Iterable[int]] = lambda accelerator: range(EPOCHS),
+) -> Sums:
     accelerator = elastic(session)
     model: Any = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(16), BATCH))
     totals = []
-    for epoch in range(EPOCHS):
+    for epoch in epochs(accelerator):
         total: Any = 0
         for x, y in loader:
             loss = torch.nn.functional.mse_loss(model(x), y)
@@ -407,6 +412,33 @@ def test_a_worker_that_replaces_the_chief_after_the_end_comes_to_save(tmp_path: 
     assert second.chief
     assert all(total > 0 for total in second.totals)
     assert all(torch.equal(value, second.model[name]) for name, value in first.model.items())
+
+
+def test_a_worker_that_replaces_the_chief_without_an_epoch_of_its_own_saves(tmp_path: Path) -> None:
+    """Worker 1 is the chief of the end, and dies before it has saved."""
+    chiefs = list[bool]()
+
+    def script(session: Session) -> None:
+        chiefs.append(sums(session, epochs=ElasticAccelerator.epochs).chief)
+        if len(chiefs) == 1:
+            job.declare_gone(1)
+
+    with running_job(tmp_path) as job:
+        for _ in range(2):
+            job.start(1, script)
+            job.join()
+    assert chiefs == [True, True]
+
+
+def test_one_worker_is_the_last_process(tmp_path: Path) -> None:
+    called = list[int]()
+
+    def script(session: Session) -> None:
+        elastic(session).on_last_process(lambda: called.append(session.worker))()
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+    assert called == [0]
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -57,6 +57,27 @@ def test_a_callback_that_leaves_the_last_epoch_ends_the_training(tmp_path: Path,
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("then", [0, 1])
+def test_the_chief_of_the_end_saves_without_an_epoch_of_its_own(tmp_path: Path, then: int) -> None:
+    """Worker 1 is it. Then comes its replacement, which is the chief, too, or a worker 0, which is not."""
+    saved = list[int]()
+
+    def script(session: Session) -> None:
+        options: dict[str, Any] = {"eval_strategy": "no", "num_train_epochs": 1}
+        trainer = prepare_trainer(make(tmp_path / "out", **options), session=session)
+        trainer.train()
+        if trainer.is_world_process_zero():
+            saved.append(session.worker)
+        if session.worker == 1 == then and len(saved) == 1:
+            job.declare_gone(1)
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        for worker in (1, then):
+            job.start(worker, script)
+            job.join()
+    assert saved == [1] * (1 + then)
+
+
 def test_the_epoch_is_that_of_the_trainer_alone_after_max_steps(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 20, "eval_strategy": "no"}
     alone = by_itself(tmp_path / "alone", **options)
