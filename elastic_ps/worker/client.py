@@ -228,13 +228,13 @@ class Client:
         """This worker is about to end: from now on failing calls are repeated for `goodbye` only."""
         self._patience = self.limits.goodbye
 
-    def leave(self, *, in_step: bool) -> None:
+    def leave(self, *, lost: bool) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only.
 
-        With `in_step` a step has begun, which is void by that.
+        If it is `lost`, a step that has begun is void, and a chief has not done its work.
         """
         self.hasten()
-        if in_step:
+        if lost:
             self.ask(
                 calls.GONE, pb.GoneRequest(job=self.member_id.job, worker=self.worker, instance=self.instance)
             )

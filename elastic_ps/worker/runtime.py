@@ -122,7 +122,8 @@ class Runtime(Membership):
         """Leave the job and free everything. Other workers get this worker's records. Idempotent.
 
         Args:
-            failed: the script has failed, so there is no warning of a step that it has not made.
+            failed: the script has failed, so there is no warning of a step that it has not made. Its
+                replacement is the chief, if this one was.
         """
         if self.closed:
             return
@@ -140,7 +141,7 @@ class Runtime(Membership):
                 strategy.hand_over()
             except ElasticPSError as error:
                 logger.info("this worker's last changes could not be sent to the parameter server: %s", error)
-        self.leave(in_step=in_step)
+        self.leave(lost=in_step or failed)
         if strategy is not None:
             strategy.close()
         if self.local is not None:

@@ -79,6 +79,8 @@ def main() -> int:
                 current.finish()
             elif current.came_late():
                 return _late()
+            else:
+                current.close(failed=True)
             raise
         current.finish()
     except errors.UserError as error:

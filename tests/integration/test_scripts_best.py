@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from elastic_ps.errors import UsageError
+from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Tally, running_job
+from tests.testing.launching import forks, make_job, wait_for_end
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -67,6 +69,20 @@ def test_a_chief_that_asks_in_some_epochs_comes_to_all_of_them(tmp_path: Path) -
     with running_job(tmp_path) as job:
         job.run(script, workers=2)
     assert [epoch for epoch, _ in chiefs] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_chief_whose_script_fails_while_it_saves_is_replaced_by_a_chief(
+    tmp_path: Path, exits: bool
+) -> None:
+    arguments = {"folder": str(tmp_path), "exits": exits}
+    spec = {"entrypoint": "tests.testing.scripts.failing_chief:main", "arguments": arguments}
+    options = Options(forks=forks(), root=tmp_path / "run")
+    with Launcher(make_job(workers=1, spec=spec), options) as launcher:
+        launcher.start()
+        wait_for_end(launcher)
+        assert launcher.outcome().verdict.phase == "Succeeded"
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_chief_that_breaks_out_of_both_loops_is_the_chief_no_more(tmp_path: Path) -> None:
