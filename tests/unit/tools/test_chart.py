@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import itertools
 import json
 import re
 import shutil
@@ -180,6 +181,26 @@ def test_role_has_no_wildcard() -> None:
     for role in roles:
         for rule in role["rules"]:
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+
+
+def test_the_admins_of_a_namespace_have_all_rights_that_the_chart_grants_there() -> None:
+    """Besides those that Kubernetes gives to admins: RBAC lets nobody grant what they do not have."""
+
+    def rights(rules: Any) -> set[tuple[str, str, str]]:
+        return {
+            (group, resource, verb)
+            for rule in rules
+            for group, resource, verb in itertools.product(
+                *(rule[k] for k in ("apiGroups", "resources", "verbs"))
+            )
+        }
+
+    installers = yaml.safe_load((ROOT / "manifests" / "installers.yaml").read_text())
+    assert installers["metadata"]["labels"] == {"rbac.authorization.k8s.io/aggregate-to-admin": "true"}
+    found = documents({**EVERYTHING, "crd": {"install": False}})
+    granted = rights(rule for each in found if each["kind"] == "Role" for rule in each["rules"])
+    ours = {right for right in granted if right[0] == "elastic-ps.dev" or right[1] == "events"}
+    assert ours == rights(installers["rules"])
 
 
 def test_an_operator_for_some_namespaces_has_no_right_outside_of_them() -> None:
