@@ -216,6 +216,11 @@ class MemberStatus(CamelModel):
         default=None,
         description="The time since the worker ceased to be a member, in seconds. Unset while it is one.",
     )
+    overdue_seconds: float | None = Field(
+        default=None,
+        description="The time since the lease of a worker that is gone ended, counted from its last call, "
+        "in seconds. Negative while it still calls.",
+    )
     joined_version: int = Field(description="The version that the worker joined at.")
     left_version: int | None = Field(default=None, description="The version that the worker left at.")
     steps: int = Field(default=0, description="The number of this member's steps in the model.")
@@ -263,15 +268,16 @@ class MemberStatus(CamelModel):
 
         A hung worker is told to end by its next heartbeat, which does not come if the whole process is
         frozen. A lost worker may come back for as long as a step may take. When the training is `finished`, a
-        lost worker has no step left to make, and the job waits for it alone.
+        lost worker has no step left to make, and the job waits for it alone: as long as its process calls.
         """
         gone = self.gone_seconds or 0.0
         if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
             return f"it was declared hung ({self.reason}) and has not ended by itself for {gone:.0f} s"
         if self.state == "lost" and progress_timeout and gone > progress_timeout.total_seconds():
             return f"it was declared lost ({self.reason}) and has not come back for {gone:.0f} s"
-        if self.state == "lost" and finished and gone > FINISHED_GRACE.total_seconds():
-            return f"the training is done, and it has not answered for {gone:.0f} s ({self.reason})"
+        silent = gone if self.overdue_seconds is None else self.overdue_seconds
+        if self.state == "lost" and finished and silent > FINISHED_GRACE.total_seconds():
+            return f"the training is done, and it has not answered for {silent:.0f} s ({self.reason})"
         return ""
 
 

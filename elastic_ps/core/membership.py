@@ -37,7 +37,7 @@ class Member:
         last_step: the worker's own number of its last step in the model; -1 for none.
         last_begun: the number of the last step that it has asked to push, in modes that ask; -1 for none.
         follows: the previous incarnation of the process, in this or an earlier term; 0 for none.
-        expires: the time at which its lease ends.
+        expires: the time at which its lease ends, counted from its last call, also if it is gone.
     """
 
     worker: int
@@ -136,16 +136,21 @@ class Members:
         """
         member = self.live.get(worker)
         if member is None or member.incarnation != incarnation:
-            for gone in reversed(self.departed):
-                if gone.incarnation == incarnation and gone.outcome == "hung":
-                    raise Refused(RefusalCode.HUNG, f"worker {worker} was declared hung: {gone.reason}")
+            gone = next((each for each in self.departed if each.incarnation == incarnation), None)
+            if gone is not None and gone.outcome == "hung":
+                raise Refused(RefusalCode.HUNG, f"worker {worker} was declared hung: {gone.reason}")
+            if gone is not None:
+                self._renew(gone, now)  # it may come to the end of its script without joining again
             current = f"its current incarnation is {member.incarnation}" if member else "it is not a member"
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
                 f"worker {worker} with incarnation {incarnation} was declared gone; {current}",
             )
-        member.expires = max(member.expires, now + self.lease.total_seconds())
+        self._renew(member, now)
         return member
+
+    def _renew(self, member: Member, now: float) -> None:
+        member.expires = max(member.expires, now + self.lease.total_seconds())
 
     def remove(
         self, worker: int, *, outcome: str, version: int, reason: str = "", now: float | None = None

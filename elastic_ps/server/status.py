@@ -216,5 +216,6 @@ def member_status(state: JobState, member: Member, now: float) -> MemberStatus:
             "records_per_second": None if record is None else 1 / record,
             "slowness": state.pace.slowness(member.incarnation),
             "gone_seconds": None if member.ended is None else now - member.ended,
+            "overdue_seconds": None if member.ended is None else now - member.expires,
         }
     )

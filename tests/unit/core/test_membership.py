@@ -93,6 +93,17 @@ def test_who_was_declared_hung_is_told_so_also_after_its_place_was_taken(members
     assert refused.value.code is RefusalCode.HUNG
 
 
+def test_a_lost_member_that_still_calls_is_heard(members: Members) -> None:
+    """It may evaluate and save after the training, and need not join again."""
+    member = members.join(1, pid=1, host="h", version=0, now=0)
+    members.remove(1, outcome="lost", version=3, now=10)
+    before = member.expires
+    with pytest.raises(Refused) as refused:
+        members.check(1, member.incarnation, 65)
+    assert refused.value.code is RefusalCode.STALE_INCARNATION
+    assert member.expires == 65 + members.lease.total_seconds() > before
+
+
 def test_a_process_is_known_by_its_instance_and_not_by_pid_and_host(members: Members) -> None:
     """A replacement in a container of the same name has the same of both."""
     for instance in ("a", "b"):
