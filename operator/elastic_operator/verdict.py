@@ -12,7 +12,7 @@ from elastic_operator.desired import Desired
 from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
-from elastic_operator.status import RECOVERING, condition, holds, member_statuses, with_condition
+from elastic_operator.status import RECOVERING, condition, holds, member_statuses, owed, with_condition
 from elastic_ps.api.status import LEFT_EARLY, NOT_EVALUATED, TrainingJobStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
@@ -70,6 +70,8 @@ def _workers_done(
     if not workers or any(pod.ending != "done" for pod in workers):
         return None
     if progress.finished:
+        if owed(observed) & {*desired.workers(observed)} - {pod.index for pod in workers}:
+            return None  # its replacement comes
         evaluator = desired.spec.evaluator
         left = timedelta(0)
         if evaluator is not None and _evaluates(observed):

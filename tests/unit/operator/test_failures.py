@@ -181,6 +181,54 @@ def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done
         assert [action.name for action in actions if isinstance(action, DeletePod)] == deleted
 
 
+def test_a_lost_worker_that_still_calls_may_evaluate_and_save_when_the_training_is_done() -> None:
+    lost = lost_member(5).model_copy(update={"gone_seconds": 300.0, "overdue_seconds": -8.0})
+    assert lost.to_be_killed(timedelta(0), finished=True) == ""
+    assert "has not come back for 300 s" in lost.to_be_killed(timedelta(seconds=60), finished=True)
+    silent = lost.model_copy(update={"overdue_seconds": 61.0})
+    assert "has not answered for 61 s" in silent.to_be_killed(timedelta(0), finished=True)
+
+
+@pytest.mark.parametrize("state", ["training", "lost"])
+def test_a_worker_that_fails_while_it_saves_is_replaced(state: str) -> None:
+    """The others are done. Its replacement is not deleted for coming late, and the job waits for it."""
+    simulation = running(worker={"replicas": 2})
+    finish(simulation)
+    assert simulation.server is not None
+    version = simulation.server.progress.version
+    left = None if state == "training" else version
+    done = lost_member(5, index=0, state="left", left_version=version)
+    saves = lost_member(5, state=state, left_version=left)
+    simulation.server = simulation.server.model_copy(update={"members": [done, saves]})
+    simulation.end("digits-worker-0", 0)
+    old = simulation.pods["digits-worker-1"]["metadata"]["uid"]
+    simulation.end("digits-worker-1", 1)
+    for _ in range(20):
+        simulation.step()
+        simulation.now += timedelta(seconds=5)
+    assert simulation.status["phase"] == "Running"
+    assert simulation.pods["digits-worker-1"]["metadata"]["uid"] != old
+    again = lost_member(0, state="left", left_version=version, incarnation=2)
+    simulation.server = simulation.server.model_copy(update={"members": [done, saves, again]})
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+
+
+def test_a_worker_that_was_lost_before_the_end_of_the_training_is_not_replaced_after_it() -> None:
+    simulation = running(worker={"replicas": 2})
+    finish(simulation)
+    assert simulation.server is not None
+    progress = simulation.server.progress.model_copy(update={"version": 9})
+    members = [lost_member(5, index=0, state="left", left_version=9), lost_member(5, left_version=8)]
+    simulation.server = simulation.server.model_copy(update={"members": members, "progress": progress})
+    simulation.end("digits-worker-0", 0)
+    simulation.end("digits-worker-1", 1)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+    assert list(simulation.workers()) == ["digits-worker-0"]
+
+
 def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to_do() -> None:
     simulation = running(runPolicy={"backoffLimit": 1})
     simulation.end("digits-worker-0", 1)
@@ -201,8 +249,8 @@ def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to
 
 def lost_member(steps: int, *, index: int = 1, **fields: Any) -> MemberStatus:
     """A member that was lost this very moment."""
-    given = {"pid": 7, "host": f"digits-worker-{index}", "state": "lost", "gone_seconds": 0.0, **fields}
-    return MemberStatus(worker=index, incarnation=1, joined_version=0, steps=steps, **given)
+    given = {"pid": 7, "host": f"digits-worker-{index}", "state": "lost", "gone_seconds": 0.0}
+    return MemberStatus(worker=index, joined_version=0, steps=steps, **{"incarnation": 1, **given, **fields})
 
 
 def end_again_and_again(simulation: Simulation, times: int, code: int, **fields: Any) -> int:
