@@ -92,6 +92,7 @@ class Pod:
         ending: how it ended; None while it may still run. A PS or standby is restarted in place; while it
             lives, `ending` may only be `invalid`.
         live: some of its containers may run, perhaps only side-cars of a worker that has ended.
+        reported: its kubelet says why it is not ready.
         silent: the control plane reports that its node does not answer. The pod may still run.
         finished: its phase says that it has ended, so no container is restarted.
         stopped: all its containers have terminated, side-cars included. If it is being deleted, none is
@@ -124,6 +125,7 @@ class Pod:
     held_by: str = ""
     ending: Ending | None = None
     live: bool = False
+    reported: bool = False
     silent: bool = False
     finished: bool = False
     stopped: bool = False
@@ -188,7 +190,7 @@ class Pod:
     @property
     def unheard(self) -> bool:
         """Whether it was deleted because its node does not answer, which cannot confirm its end."""
-        lost = self.disruption == "DeletionByTaintManager" and not self.ready
+        lost = self.disruption == "DeletionByTaintManager" and not (self.ready or self.reported)
         return self.deleting is not None and lost
 
     @property
@@ -230,6 +232,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         role=role,
         index=int(index),
         ready=_condition(status, "Ready").get("status") == "True",
+        reported=bool(_condition(status, "Ready").get("reason")),
         deleting=parse_time(metadata.get("deletionTimestamp")),
         # 0: the kubelet has confirmed its end, or it was deleted by force.
         held_by=", ".join(metadata.get("finalizers") or [])

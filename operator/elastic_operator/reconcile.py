@@ -307,13 +307,13 @@ def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> It
     name = names.service(desired.name)
     valid = "" if desired.invalid else spec_text(job)
     if len(valid) > _MOST_KEPT:
-        valid = ""
+        valid = ""  # none rather than an older one
     if not observed.service:
         manifest = wiring.service(job, secured=desired.secured)
         if valid:
             manifest["metadata"]["annotations"][names.VALID_ANNOTATION] = valid
         yield Create("Service", name, manifest, "it gives the job's servers their addresses")
-    elif valid and observed.valid_spec != valid:
+    elif not desired.invalid and observed.valid_spec != valid:
         yield Remember(name, valid, "the job keeps this spec if a later one is invalid")
 
 

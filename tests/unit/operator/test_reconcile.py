@@ -683,6 +683,20 @@ def test_a_spec_is_not_written_down_where_the_service_would_be_too_large_for_it(
     assert simulation.status["phase"] == "Running"
 
 
+def test_a_spec_that_is_too_long_to_be_kept_replaces_an_older_one() -> None:
+    """Otherwise a later invalid edit would take the job back to the older one."""
+    simulation = running(worker={"replicas": 2})
+    assert simulation.valid_spec
+    long = {"metadata": {"annotations": {"note": "x" * 210_000}}}
+    simulation.edit(worker={"replicas": 3, "template": long})
+    simulation.settle()
+    assert simulation.valid_spec == ""
+    simulation.edit(worker={"replicas": 3, "template": long}, consistency={"mode": "nonsense"})
+    simulation.settle()
+    assert len(simulation.workers()) == 3
+    assert simulation.condition("Degraded")["reason"] == "InvalidSpec"
+
+
 def test_what_a_person_edits_while_the_job_is_suspended_is_the_last_valid_spec_too() -> None:
     simulation = running()
     simulation.edit(runPolicy={"suspend": True})
@@ -918,17 +932,21 @@ def test_pod_of_a_lost_node_is_removed_by_force() -> None:
 @pytest.mark.parametrize(
     ("reason", "ready", "forced"),
     [
-        ("DeletionByTaintManager", "False", ["digits-worker-0"]),
-        ("DeletionByTaintManager", "True", []),
-        ("EvictionByEvictionAPI", "False", []),
+        ("DeletionByTaintManager", {"status": "False"}, ["digits-worker-0"]),
+        ("DeletionByTaintManager", {"status": "True"}, []),
+        ("DeletionByTaintManager", {"status": "False", "reason": "ContainersNotReady"}, []),
+        ("EvictionByEvictionAPI", {"status": "False"}, []),
     ],
 )
-def test_a_node_that_does_not_answer_is_not_waited_for(reason: str, ready: str, forced: list[str]) -> None:
+def test_a_node_that_does_not_answer_is_not_waited_for(
+    reason: str, ready: dict[str, str], forced: list[str]
+) -> None:
+    """Only a kubelet gives a reason: there a side-car has ended, and the process may still write."""
     simulation = running(worker={"replicas": 2})
     pod = simulation.pods["digits-worker-0"]
     pod["metadata"]["deletionTimestamp"] = stamp(simulation.now + timedelta(seconds=60))
     pod["status"]["conditions"] = [
-        {"type": "Ready", "status": ready},
+        {"type": "Ready", **ready},
         {"type": "DisruptionTarget", "status": "True", "reason": reason},
     ]
     actions = [a for a in simulation.plan().actions if isinstance(a, DeletePod) and a.force]
