@@ -109,7 +109,8 @@ CONDITIONS = (
         "Degraded",
         ("OutOfMemory",),
         "A container was killed at its memory limit.",
-        "Raise the limit in the template. Pods that do not run get it at once.",
+        "Raise the limit in the template. Pods that do not run get it at once, but for a PS whose "
+        "checkpoints would go with it: ask for a restart (`elastic-ps.dev/restartedAt`).",
     ),
     Reason(
         "Degraded",

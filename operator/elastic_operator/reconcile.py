@@ -331,6 +331,7 @@ def _servers(
     if spec.parameter_server.checkpoint.volume_claim is not None and names.claim(name) not in observed.claims:
         claim = builders.claim(job, spec)
         yield Create("PersistentVolumeClaim", names.claim(name), claim, "it holds the checkpoints")
+    safe = builders.claim_name(name, spec) is not None or status.progress.durable_version is None
     there = {(pod.role, pod.index): pod for pod in observed.of("ps", "standby")}
     for role, shard in builders.servers(spec):
         pod = there.get((role, shard))
@@ -339,7 +340,7 @@ def _servers(
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
             if pause(pod, status, now, options) == ZERO:
                 yield DeletePod.of(pod, _ENDED)
-        elif pod.active and (why := server_to_renew(pod, desired, observed)):
+        elif pod.active and (why := server_to_renew(pod, desired, observed, safe=safe or role != "ps")):
             yield DeletePod.of(pod, why)
         elif pod.active and pod.tuning:
             if wanted := tuning_to_tell(desired, pod):
@@ -401,8 +402,8 @@ def _workers(
     there = {pod.index: pod for pod in observed.of("worker")}
     # If a finished job is resumed, one worker has to find out that nothing is left.
     finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
-    wanted, servers = desired.workers(observed), desired.spec.parameter_server.replicas
     ends = owed(observed) if finished else frozenset()
+    wanted, servers = desired.workers(observed), desired.spec.parameter_server.replicas
     # Without its servers, a worker would wait in vain, and fail.
     stranded = "ps" in desired.withheld and len(observed.of("ps")) < servers
     for index in wanted:

@@ -37,7 +37,7 @@ def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetim
     """Whether somebody has asked for a restart after the job failed."""
     completed, asked = parse_time(status.completion_time), asked_restart(job)
     return (
-        holds(status, "Failed") and asked is not None and completed is not None and completed < asked <= now
+        holds(status, "Failed") and asked is not None and completed is not None and completed <= asked <= now
     )
 
 
@@ -58,9 +58,12 @@ def left_over(desired: Desired, observed: Observed) -> tuple[Action, ...]:
     return tuple(DeletePod.of(pod, asked) for pod in ended if pod.older_than(desired.restart))
 
 
-def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
-    """Why to replace a server that has not ended; "" if it stays. A standby is replaced after the shards."""
-    if server.stuck and desired.renewable(server):
+def server_to_renew(server: Pod, desired: Desired, observed: Observed, *, safe: bool) -> str:
+    """Why to replace a server that has not ended; "" if it stays. A standby is replaced after the shards.
+
+    `safe`: no checkpoint is lost with its pod.
+    """
+    if server.stuck and desired.renewable(server) and (safe or server.unbegun):
         return MENDED
     if not server.older_than(desired.restart):
         return ""

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_operator import names
 from elastic_operator.plan import DeletePod, stamp
+from elastic_operator.pods import parse_time
 from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 from tests.testing.simulation import Simulation, job_document
 
@@ -86,6 +87,26 @@ def test_a_server_that_keeps_dying_gets_more_memory_by_an_edit() -> None:
     simulation.settle()
     server = simulation.pods["digits-ps-0"]["spec"]["containers"][0]
     assert server["resources"] == {"limits": {"memory": "9Gi"}}
+
+
+def test_an_edit_deletes_no_server_that_keeps_dying_with_the_only_checkpoints() -> None:
+    """The kubelet starts it again on them. A restart that somebody asks for replaces it all the same."""
+    simulation = running()
+    take_part(simulation, durable_version=5)
+    simulation.step()
+    backing_off = {"waiting": {"reason": "CrashLoopBackOff"}}
+    container = {
+        "name": "parameter-server",
+        "state": backing_off,
+        "lastState": {"terminated": {"exitCode": 1}},
+    }
+    simulation.pods["digits-ps-0"]["status"] = {"phase": "Running", "containerStatuses": [container]}
+    simulation.server = None
+    simulation.edit(image="newer")
+    assert "digits-ps-0" not in deleted(simulation)
+    simulation.now += timedelta(seconds=5)
+    simulation.restart(simulation.now)
+    assert "digits-ps-0" in deleted(simulation)
 
 
 def test_workers_that_run_are_replaced_one_by_one_and_the_server_stays() -> None:
@@ -282,6 +303,16 @@ def test_a_job_that_has_failed_is_resumed_by_one_edit(code: int) -> None:
     assert simulation.status["progress"]["version"] == 9
     assert simulation.status["worker"].items() >= {"failures": 0, "ready": 3}.items()
     assert simulation.claims == {"digits-ps-0"}
+
+
+def test_a_restart_in_the_second_of_the_failure_counts() -> None:
+    """As after `kubectl wait --for=condition=Failed`: both times are whole seconds."""
+    simulation = failed()
+    completed = parse_time(simulation.status["completionTime"])
+    assert completed is not None
+    simulation.restart(completed)
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
 
 
 @pytest.mark.parametrize("writes", range(12))
