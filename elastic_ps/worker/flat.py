@@ -2,8 +2,8 @@
 
 All parameters of one dtype are laid one after the other into one flat tensor, in the order of the buckets,
 so that a bucket is a slice of it. On the CPU the model's parameters become views of that memory, and a
-pulled bucket is received straight into the model. A tensor on another device, or in another order in memory
-(`channels_last`), stays where it is; pulled values are copied to it (`codec.devices`).
+pulled bucket is received straight into the model. A tensor on another device, in memory of several processes
+(`share_memory`), or in another order (`channels_last`), stays where it is; pulled values are copied to it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Flat:
         self._addresses.append(tensor.data_ptr())
 
     def _is_away(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "cpu" or self._staging.handles(tensor)
+        return tensor.device.type != "cpu" or tensor.is_shared() or self._staging.handles(tensor)
 
     def _set_parts(self, parts: Sequence[dict[Key, torch.Tensor]]) -> None:
         """Use this memory for contributions, of each process of this worker."""
@@ -377,8 +377,8 @@ class Flat:
             if tensor.data_ptr() != address:
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
-                    "(.to, .cuda, .half) and load values before that call. A tensor that the script "
-                    "changes itself, such as those in averaged=[...], must be changed in place"
+                    "(.to, .cuda, .half, .share_memory) and load values before that call. A tensor that the "
+                    "script changes itself, such as those in averaged=[...], must be changed in place"
                 )
 
     @torch.no_grad()

@@ -135,6 +135,37 @@ def test_buffers_that_share_memory_stay_tied() -> None:
     assert model.get_buffer("first").tolist() == [3, 5]
 
 
+def test_a_model_in_shared_memory_stays_there(tmp_path: Path) -> None:
+    """Other processes see each version there, such as the actors of reinforcement learning."""
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 6)).share_memory()
+        model.register_buffer("steps", torch.zeros(1).share_memory_())
+        seen_there = [tensor.detach() for tensor in model.state_dict().values()]
+        optimizer = session.optimizer(sgd(model), model)
+        for x in session.loader(Numbers(8).x, batch_size=4):
+            before = seen_there[0].clone()
+            model.get_buffer("steps").add_(1)
+            autoencode(model, optimizer, x)
+            assert not torch.equal(seen_there[0], before)
+        for tensor, seen in zip(model.state_dict().values(), seen_there, strict=True):
+            assert tensor.is_shared()
+            assert tensor.data_ptr() == seen.data_ptr()
+
+    alone(tmp_path, script)
+
+
+def test_a_model_that_moves_to_shared_memory_later_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp((6, 6))
+        optimizer = session.optimizer(sgd(model), model)
+        model.share_memory()
+        for x in session.loader(Numbers(8).x, batch_size=4):
+            autoencode(model, optimizer, x)
+
+    failing(tmp_path, script, UsageError, r"was replaced after session\.optimizer.*\.share_memory")
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_graph_that_lives_across_a_step_raises_as_in_torch(tmp_path: Path, overlap: bool) -> None:
     """A hidden state without detach(): its graph has the values from before the step."""
