@@ -244,6 +244,7 @@ class ImportedState(OptimizerState):
         try:
             joined = optimizer.join(state) if isinstance(optimizer, Several) else dict(state)
             optimizer.load_state_dict(joined)
+            _put_back(optimizer, joined)
             for part in parts_of(optimizer):
                 for group in part.param_groups:
                     if missing := part.defaults.keys() - group.keys() - NOT_SENT:
@@ -255,6 +256,17 @@ class ImportedState(OptimizerState):
         super().__init__(optimizer)
         for part in parts_of(optimizer):
             part.state.clear()
+
+
+def _put_back(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """Put back the tensors of a given state, which torch has rounded to the parameters' dtypes to load it."""
+    states = {parameter: kept for part in parts_of(optimizer) for parameter, kept in part.state.items()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in given["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        tensors = {k: v for k, v in given["state"].get(number, {}).items() if isinstance(v, torch.Tensor)}
+        if tensors:
+            states[parameter].update(tensors)
 
 
 def _not_of(optimizer: torch.optim.Optimizer, error: Exception) -> str:

@@ -17,7 +17,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import runtime_of
 from tests.testing.oracle import mse
-from tests.testing.trained import adam, failing, sgd
+from tests.testing.trained import adam, alone, failing, sgd
 
 RECORDS, BATCH = 40, 4
 HALF = RECORDS // BATCH // 2
@@ -76,6 +76,29 @@ def test_it_goes_on_as_plain_torch_does(tmp_path: Path, make: Make) -> None:
             torch.testing.assert_close(
                 seen["state"][number][key], torch.as_tensor(value), rtol=1e-4, atol=1e-7, check_dtype=False
             )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_state_of_a_model_in_half_precision_is_not_rounded(tmp_path: Path, several: bool) -> None:
+    """Float16 has no 1e-8, and Adam would make far too large steps with the zero in its place."""
+    model = make_mlp()
+    optimizer = adam(model)
+    plain_steps(model, optimizer, 0, 1, Numbers(RECORDS))
+    saved = optimizer.state_dict()
+    for entries in saved["state"].values():
+        entries["exp_avg_sq"].fill_(1e-8)
+
+    def script(session: Session) -> None:
+        half = make_mlp().half()
+        if several:
+            elastic = session.optimizer({"all": adam(half)}, half, state={"all": saved})
+        else:
+            elastic = session.optimizer(adam(half), half, state=saved)
+        state = elastic.state_dict()["all"] if several else elastic.state_dict()
+        for number, entries in saved["state"].items():
+            torch.testing.assert_close(state["state"][number], entries, rtol=0, atol=0)
+
+    alone(tmp_path, script)
 
 
 def test_limits_that_the_state_does_not_know_stay(tmp_path: Path) -> None:
