@@ -305,9 +305,11 @@ def _optimizer_state(
                 continue
             index = places.get(id(parameter))
             spec = None if index is None else reader.manifest.specs[index]
+            if spec is not None and spec.rule is not Rule.GRADIENT and not parameter.requires_grad:
+                continue  # the optimizer has it, and never steps it, so there is no state
             if index is None or spec is None or (spec.rule, spec.group) != (Rule.GRADIENT, number):
                 name = "a parameter" if spec is None else spec.name
-                raise ModelMismatch(f"{name} is in parameter group {number}, but not in the checkpoint")
+                raise ModelMismatch(f"{name} is in parameter group {number}, but not in the checkpoint's")
             if entries := reader.state(index, 0, spec.elements):
                 kept = {key: value for key, value in entries.items() if key not in (MASTER, PULLED)}
                 state["state"][position] = restored(type(optimizer), saved, spec.shape, kept)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.checkpoint.plain import load_checkpoint
+from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import runtime_of
 from tests.testing.oracle import mse
 from tests.testing.polling import LIMIT
-from tests.testing.trained import Models, failing, sgd, training
+from tests.testing.trained import Models, alone, failing, sgd, training
 
 Change = Callable[[torch.nn.Module], None]
 
@@ -169,6 +170,26 @@ def test_an_averaged_teacher_is_the_jobs(tmp_path: Path, restarted: bool) -> Non
         assert isinstance(model, Student)
         teacher = torch.cat([p.detach().reshape(-1) for p in model.teacher.parameters()])
         torch.testing.assert_close(teacher, expected)
+
+
+def test_a_checkpoint_loads_into_an_optimizer_that_has_the_teacher(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Student()
+        optimizer = session.optimizer(sgd(model), model, averaged=["teacher"])
+        for x, y in session.loader(Numbers(8), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            model.follow()
+            optimizer.step()
+
+    alone(tmp_path, script, checkpoints=tmp_path / "kept")
+    model = Student()
+    optimizer = sgd(model)
+    assert load_checkpoint(tmp_path / "kept", model, optimizer) == 2
+    assert {*optimizer.state} == {*model.online.parameters()}
+    trained = sgd(model.requires_grad_())
+    with pytest.raises(ModelMismatch, match="is in parameter group 0, but not in the checkpoint's"):
+        load_checkpoint(tmp_path / "kept", model, trained)
 
 
 def test_what_is_a_workers_own_is_left_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.checkpoint.plain import load_checkpoint
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.errors import UsageError
@@ -112,11 +113,14 @@ def test_integer_parameters_of_the_optimizer_stay(tmp_path: Path) -> None:
             optimizer.step()
         saved.append({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
-    alone(tmp_path / "alone", script)
+    alone(tmp_path / "alone", script, checkpoints=tmp_path / "kept")
     assert torch.equal(saved[0]["model"]["weight"], Quantised().weight)
     assert not torch.equal(saved[0]["model"]["scale"], Quantised().scale)
     model = Quantised()
-    adam(model).load_state_dict(saved[0]["optimizer"])
+    optimizer = adam(model)
+    optimizer.load_state_dict(saved[0]["optimizer"])
+    load_checkpoint(tmp_path / "kept", model, optimizer)
+    assert {*optimizer.state} == {model.scale, *model.head.parameters()}
 
 
 def test_a_gradient_that_only_one_worker_has(tmp_path: Path) -> None:
