@@ -232,11 +232,12 @@ class Line:
         if memory.number in self._shown:
             return
         head = HEAD.pack(Kind.MEMORY, 1, 0, 0, memory.number, memory.size, 0)
+        handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.fd]))]
         try:
             while True:
                 with contextlib.suppress(BlockingIOError):
                     # A head is sent whole: the buffer was empty, or has room for that little.
-                    sent = socket.send_fds(self._sock, [head], [memory.fd], socket.MSG_NOSIGNAL)
+                    sent = self._sock.sendmsg([head], handed, socket.MSG_NOSIGNAL)  # `send_fds` ignores flags
                     if sent < len(head):
                         self.send([head[sent:]], None)
                     break

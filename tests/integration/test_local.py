@@ -291,18 +291,26 @@ def test_a_client_without_a_descriptor_for_shared_memory_may_call_again() -> Non
         assert len(list(connection.call("pull", Frame(b""), timeout=LONG))) == 1
 
 
-def test_a_script_with_its_own_mind_about_sigpipe_survives_a_server_that_goes() -> None:
+@pytest.mark.parametrize(
+    "sends",
+    [
+        "stream.StreamConnection(lambda: ours, 'here').call('ask', Frame(b''), timeout=timedelta(seconds=5))",
+        "line.Line(ours, 'here').encode(line.Kind.CALL, Frame(b'', SharedMemory(10**6).take(10**6)))",
+    ],
+    ids=["a frame", "shared memory"],
+)
+def test_a_script_with_its_own_mind_about_sigpipe_survives_a_server_that_goes(sends: str) -> None:
     program = (
         "import signal, socket, sys\n"
         "from datetime import timedelta\n"
         "from elastic_ps.errors import ConnectionLost\n"
-        "from elastic_ps.transport import local, stream\n"
+        "from elastic_ps.transport import line, stream\n"
         "from elastic_ps.transport.base import Frame\n"
+        "from elastic_ps.transport.memory import SharedMemory\n"
         "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
         "ours, theirs = socket.socketpair()\n"
         "theirs.close()\n"
-        "connection = stream.StreamConnection(lambda: ours, 'here')\n"
-        "try:\n    connection.call('ask', Frame(b''), timeout=timedelta(seconds=5))\n"
+        f"try:\n    {sends}\n"
         "except ConnectionLost as error:\n    print(error)\n"
     )
     command = [sys.executable, "-c", program]
