@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -49,11 +50,9 @@ class Client(Protocol):
 
     Attributes:
         shards: the number of shards.
-        instance: a unique name of this process.
     """
 
     shards: int
-    instance: str
 
     def ask(self, call: Call[Q, A], request: Q, *, shard: int = 0, body: memoryview = EMPTY) -> A:
         """Make a call; returns its answer. Blocks. Raises Refused, ConnectionLost."""
@@ -131,7 +130,8 @@ class Tensors:
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
         self._beginning = threading.Lock()  # so that all shards get calls in the same order
-        self._numbers = itertools.count(time.monotonic_ns())  # a process may have several sessions
+        self._sender = uuid.uuid4().hex  # a worker's child may have a session, too, and its own numbers
+        self._numbers = itertools.count(1)
         self._executors: dict[int, SerialExecutor] = {}
         self._pushes: deque[Handle[None]] = deque()
 
@@ -320,9 +320,7 @@ class Tensors:
                     said = self._declare(known.home, pb.Named(**known.kind._asdict()))
                     if not (said.bring and said.birth == known.birth):
                         return False
-                request = pb.PutTensorRequest(
-                    instance=self._client.instance, tensor=known.message(), start=part.start
-                )
+                request = pb.PutTensorRequest(instance=self._sender, tensor=known.message(), start=part.start)
                 body = known.part(data, part)
                 if self._client.ask(calls.PUT_TENSOR, request, shard=part.shard, body=body).later:
                     return False
@@ -346,7 +344,7 @@ class Tensors:
         return self._declare(shard, known.message())
 
     def _declare(self, shard: int, tensor: pb.Named, **told: Any) -> pb.DeclareTensorReply:
-        request = pb.DeclareTensorRequest(instance=self._client.instance, tensor=tensor, **told)
+        request = pb.DeclareTensorRequest(instance=self._sender, tensor=tensor, **told)
         return self._client.ask(calls.DECLARE_TENSOR, request, shard=shard)
 
     # --- what the threads do
@@ -362,7 +360,7 @@ class Tensors:
     ) -> None:
         for part in slices:
             request = pb.PushTensorRequest(
-                instance=self._client.instance,
+                instance=self._sender,
                 number=number,
                 name=known.name,
                 birth=known.birth,

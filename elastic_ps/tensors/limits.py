@@ -17,7 +17,7 @@ class TensorLimits:
     """The number of tensors on a shard; each takes some memory besides its elements."""
 
     senders: int = 20_000
-    """The number of processes whose last push a tensor remembers; the oldest are forgotten."""
+    """The number of senders whose last push a tensor remembers; the oldest are forgotten."""
 
 
 USUAL = TensorLimits()

@@ -41,7 +41,7 @@ MOST_BIRTHS = 1 << 62
 MOST_DIMENSIONS = 64
 
 Sender: TypeAlias = tuple[int, str]
-"""A worker's process: the worker's index and the unique name of the process."""
+"""Who pushes: the worker's index, and a unique name for the tensors of one session in one process."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class _Tensor:
     Attributes:
         slices: the slices of this shard, by their first element.
         values: the values of those that have arrived.
-        holder: the process that uploads it, which its home knows.
+        holder: the sender that uploads it, which its home knows.
         until: the time at which an incomplete tensor is given up.
-        last: for each process, the number of its last push and the slice of it.
+        last: for each sender, the number of its last push and the slice of it.
     """
 
     kind: Kind
@@ -174,7 +174,7 @@ class TensorStore:
     def push(self, request: pb.PushTensorRequest, incoming: Incoming) -> pb.Done:
         """Change a slice, once for each number.
 
-        A process numbers its pushes, and sends the slices of each in order, so a slice that does not come
+        A sender numbers its pushes, and sends the slices of each in order, so a slice that does not come
         after the last one is a repetition.
 
         Raises:
@@ -360,5 +360,5 @@ def _kind(tensor: pb.Named) -> Kind:
 
 def _sender(request: pb.DeclareTensorRequest | pb.PutTensorRequest | pb.PushTensorRequest) -> Sender:
     if not 0 < len(request.instance) <= LONGEST_INSTANCE:
-        raise Malformed(f"a process is named with 1 to {LONGEST_INSTANCE} characters")
+        raise Malformed(f"a sender is named with 1 to {LONGEST_INSTANCE} characters")
     return request.caller.worker, request.instance

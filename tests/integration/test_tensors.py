@@ -80,10 +80,13 @@ class Rig:
         self.listeners[shard] = self.transport.listen(again=self.listeners[shard])
         self.servers[shard] = self._serve(shard)
 
-    def session(self, through: Callable[[Connection], Connection] = lambda inner: inner) -> Session:
+    def session(
+        self, through: Callable[[Connection], Connection] = lambda inner: inner, instance: str = ""
+    ) -> Session:
         """Of another process of worker 0, whose certificate the tests have."""
         connections = [through(self.transport.connect(listener)) for listener in self.listeners]
-        self.sessions.append(Session("test", self.spec, 0, connections, limits=self.worker_limits))
+        limits = self.worker_limits
+        self.sessions.append(Session("test", self.spec, 0, connections, limits=limits, instance=instance))
         return self.sessions[-1]
 
     def close(self) -> None:
@@ -280,6 +283,17 @@ def test_pushes_of_a_process_are_carried_out_in_their_order(make: Callable[..., 
     server.push("w", torch.full((LARGE,), 5.0))
     assert server.pull("w").eq(5).all()
     assert early.wait().eq(3).all()
+
+
+def test_pushes_of_a_process_and_of_its_child_all_count(make: Callable[..., Rig]) -> None:
+    """A child that calls `connect`, such as a process of a DataLoader, has its parent's environment."""
+    rig = make()
+    parent, child = (rig.session(instance="one").server for _ in range(2))
+    parent.init("w", torch.zeros(LARGE))
+    child.init("w", torch.zeros(LARGE))
+    for server in (child, parent, child):
+        server.push("w", torch.ones(LARGE)).wait()
+    assert parent.pull("w").eq(3).all()
 
 
 def test_what_is_pushed_may_change_at_once(make: Callable[..., Rig]) -> None:

@@ -22,7 +22,7 @@ from tests.testing.polling import eventually
 class Silent:
     """A client whose server knows every tensor, and does not answer a push before it is let go."""
 
-    shards, instance = 1, "one"
+    shards = 1
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
