@@ -118,15 +118,19 @@ class Tensors:
     it are lost. Every use of one then raises `TensorLost`, until `init` has recreated it.
     """
 
-    def __init__(self, client: Client, *, bucket_bytes: int, renew: timedelta) -> None:
+    def __init__(self, client: Client, process: int, *, bucket_bytes: int, renew: timedelta) -> None:
         """Serve `Session.server` alone.
 
         Args:
+            process: the id of the process that the client belongs to.
             bucket_bytes: the largest slice, in bytes; see `ParameterServer.slice_bytes`.
             renew: how often to tell a large tensor's home that this worker still uploads it.
+
+        Raises UsageError in a child of the process.
         """
         self._client, self._bucket_bytes, self._renew = client, bucket_bytes, renew
-        self._process, self._closed = os.getpid(), False
+        self._process, self._closed = process, False
+        self._require_own_process()
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
         self._beginning = threading.Lock()  # so that all shards get calls in the same order
@@ -397,13 +401,16 @@ class Tensors:
 
     # --- how
 
-    def _require_usable(self, name: str) -> None:
-        """Raise UsageError if this process cannot use tensors, or the name is invalid."""
-        if os.getpid() != self._process:  # its threads are not in a child
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:  # the threads are not in a child, and the sockets are its parent's
             raise UsageError(
                 "session.server works only in the worker's own process, and this is a child of it, such as a "
                 "process of a DataLoader. Use the tensor in the script itself, and pass its values on"
             )
+
+    def _require_usable(self, name: str) -> None:
+        """Raise UsageError if this process cannot use tensors, or the name is invalid."""
+        self._require_own_process()
         if self._closed:
             raise UsageError(CLOSED)
         if not is_name(name):

@@ -362,15 +362,15 @@ class Session:
         when every worker has come to the end of its script.
 
         Raises:
-            UsageError: this worker has several processes.
+            UsageError: this worker has several processes, or this is a child of the worker.
         """
         if not self.processes.alone:
             raise UsageError(
                 "session.server is for workers with one process. Set worker.processes: 1, and more replicas"
             )
         if self._tensors is None:
-            size = self.spec.parameter_server.slice_bytes
-            self._tensors = Tensors(self._client, bucket_bytes=size, renew=self._client.limits.renew)
+            client, size = self._client, self.spec.parameter_server.slice_bytes
+            self._tensors = Tensors(client, self._owner, bucket_bytes=size, renew=client.limits.renew)
             self._on_joined()
         return self._tensors
 

@@ -589,15 +589,17 @@ def test_a_handle_waits_no_longer_than_it_is_told(make: Callable[..., Rig]) -> N
     assert not handle.done
 
 
-def test_a_child_of_the_worker_is_told_that_it_cannot_use_it(make: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_child_of_the_worker_is_told_that_it_cannot_use_it(make: Callable[..., Rig], begun: bool) -> None:
     """The threads that make the calls are not in a child, which would wait for ever."""
-    server = make().session().server
-    server.init("w", torch.ones(2))
+    session = make().session()
+    if begun:
+        session.server.init("w", torch.ones(2))
     told, tell = os.pipe()
     child = os.fork()
     if not child:
         try:
-            server.pull("w")
+            session.server.pull("w")
         except BaseException as error:  # noqa: BLE001
             os.write(tell, f"{type(error).__name__}: {error}".encode())
         finally:
@@ -610,7 +612,8 @@ def test_a_child_of_the_worker_is_told_that_it_cannot_use_it(make: Callable[...,
         os.waitpid(child, 0)
         os.close(told)
     assert text.startswith("UsageError: session.server works only in the worker's own process")
-    assert server.pull("w").tolist() == [1.0, 1.0]
+    assert session.server.init("w", torch.ones(2)) is not begun
+    assert session.server.pull("w").tolist() == [1.0, 1.0]
 
 
 def test_a_session_that_is_closed_says_so(make: Callable[..., Rig]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -43,7 +44,7 @@ def test_a_session_is_closed_although_a_push_waits_for_room(
     """The push holds what all others need, and a server may not answer for 15 minutes."""
     monkeypatch.setattr(handles, "MOST_BYTES", most_bytes)
     client = Silent()
-    kept = Tensors(client, bucket_bytes=1024, renew=timedelta(0))  # type: ignore[arg-type]
+    kept = Tensors(client, os.getpid(), bucket_bytes=1024, renew=timedelta(0))  # type: ignore[arg-type]
     kept.init("w", torch.ones(4))
     queued: list[object] = []
 
@@ -66,7 +67,7 @@ def test_large_pushes_wait_for_room_before_there_are_many(monkeypatch: pytest.Mo
     """Each has a copy of its tensor."""
     monkeypatch.setattr(handles, "MOST_BYTES", 64)
     client = Silent()
-    kept = Tensors(client, bucket_bytes=1024, renew=timedelta(0))  # type: ignore[arg-type]
+    kept = Tensors(client, os.getpid(), bucket_bytes=1024, renew=timedelta(0))  # type: ignore[arg-type]
     kept.init("w", torch.ones(100))
     with ThreadPoolExecutor(2) as threads:
         try:
