@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Protocol
 
-from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError, UsageError
 from elastic_ps.transport.base import JOIN, STALL, Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError, names_of
 from elastic_ps.transport.line import Head, Kind, Line, Received
@@ -298,6 +298,7 @@ class StreamConnection(Connection):
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
         self._closed = False
+        self._process = os.getpid()
 
     @property
     def near(self) -> bool:
@@ -321,6 +322,11 @@ class StreamConnection(Connection):
 
     def _take(self, what: str) -> Line:
         """A socket for a call."""
+        if os.getpid() != self._process:  # in a forked child: the parent still uses the sockets
+            raise UsageError(
+                f"{what}: only the process that has connected may call, and this is a child of it, such as a "
+                "process of a DataLoader. Make the call in the script itself"
+            )
         with self._lock:
             if self._closed:
                 raise ConnectionLost(f"{what}: the connection was closed")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, Malformed
+from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, Malformed, UsageError
 from elastic_ps.transport import line, local, memory, stream, ways
 from elastic_ps.transport.base import Frame, Incoming, unary
 from elastic_ps.transport.credentials import Credentials
@@ -316,6 +316,21 @@ def test_a_script_with_its_own_mind_about_sigpipe_survives_a_server_that_goes(se
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     assert "Broken pipe" in result.stdout
+
+
+def test_a_fork_makes_no_call_on_its_parents_sockets() -> None:
+    """Each of the two would get answers to the other's calls."""
+    with connected() as connection:
+        unary(connection, "ask", b"", timeout=LONG)
+        child = os.fork()
+        if not child:
+            try:
+                unary(connection, "ask", b"", timeout=LONG)
+            except UsageError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_two_servers_of_one_address_are_refused() -> None:
