@@ -127,13 +127,9 @@ class Line:
             os.close(self._handed.pop())
 
     def alive(self) -> bool:
-        """Whether the other side is still connected, as far as is known."""
-        try:
-            return self._socket.alive()
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        """Whether the other side is still connected, as far as is known, even if not all is read yet."""
+        self._poll.modify(self._sock, select.POLLRDHUP)
+        return not self._poll.poll(0)
 
     @property
     def worn(self) -> bool:

@@ -282,13 +282,6 @@ class Sealed(Plain):
         header = len(arrived) >= HEADER.size
         return header and len(arrived) >= _sealed_size(HEADER.unpack_from(arrived)[0])
 
-    def alive(self) -> bool:
-        """See `Plain.alive`. The other side's last record counts as its end."""
-        if self._opened or self._arriving is not None:
-            return True
-        first = self._arrived or self.sock.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return bool(first) and not (len(first) >= HEADER.size and HEADER.unpack_from(first)[1] == END)
-
 
 def _sealed_size(content: int) -> int:
     """The bytes of a record that carries `content` bytes."""

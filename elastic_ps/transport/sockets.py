@@ -39,10 +39,6 @@ class Plain:
         """Receive at most `most` bytes. None at all: the other side has ended the connection."""
         return self.sock.recv(most)
 
-    def alive(self) -> bool:
-        """Whether the other side is still connected, as far as is known. Raises like `receive_into`."""
-        return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-
     def end(self) -> None:
         """Tell the other side that nothing follows, if it cannot know otherwise. Does not block."""
 

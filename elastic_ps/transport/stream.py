@@ -36,6 +36,9 @@ GREETING = PROTOCOL + b"\n"
 HURRY = timedelta(seconds=1)
 """The time for a client's handshake and greeting while many others wait, see `StreamServer._hurry`."""
 
+LOOK = timedelta(seconds=1)
+"""How often a call that waits for `serve` looks whether its client is still there."""
+
 SOCKETS = 4096
 """The number of sockets of a server, each with a thread; further ones are closed. One address has a share of
 them, see `transport.shares`."""
@@ -50,7 +53,7 @@ class StreamServer(Server):
     """Answers calls on a listening socket, with a thread for each socket. Thread-safe.
 
     A client is greeted at once, and waits until `serve` is called. That may take long, while a checkpoint is
-    loaded, and a silent port would be taken for a blocked one.
+    loaded, and a silent port would be taken for a blocked one. A client that goes meanwhile is not answered.
 
     Args:
         listener: bound and listening; closed by `close`.
@@ -230,9 +233,10 @@ class StreamServer(Server):
         """Answer a call; returns whether there may be another one."""
         head = line.head(None)
         with self._lock:
-            if self._handler is None:
-                self._changed.wait_for(lambda: self._handler is not None or self._closed)
-            if self._closed or self._handler is None:
+            waits = self._handler is None
+            while self._handler is None and not self._closed and line.alive():
+                self._changed.wait(LOOK.total_seconds())
+            if self._closed or self._handler is None or (waits and not line.alive()):
                 return False
             handler = self._handler
             self._busy.add(line)

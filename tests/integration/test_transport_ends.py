@@ -17,7 +17,7 @@ from elastic_ps.errors import (
     DeadlineExceeded,
     ElasticPSError,
 )
-from elastic_ps.transport.base import Frame, Incoming, unary
+from elastic_ps.transport.base import Frame, Incoming, Server, unary
 from elastic_ps.transport.wire import CHUNK
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.transports import LONG, SHORT, Reading, World, close, echo, read, sweeps
@@ -194,6 +194,29 @@ def test_close_may_be_called_again_and_without_serving(world: World) -> None:
     for _ in range(2):
         connection.close()
         server.close()
+
+
+def test_a_call_that_was_given_up_before_the_server_serves_is_not_carried_out(world: World) -> None:
+    """A server may wait for its disk for hours, and the process that has called may have a successor."""
+    server, seen = world.transport.listen(), list[bytes]()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        seen.append(incoming.header)
+        yield Frame(b"")
+
+    connection, body = world.connect(server), memoryview(bytes(100_000))  # not all of it is read ahead
+    for number in range(3):
+        with pytest.raises((DeadlineExceeded, ConnectionLost)):
+            next(connection.call("ask", Frame(b"early %d" % number, body), timeout=SHORT))
+    eventually(lambda: not threads_of(server), "its sockets are given up, and their threads")
+    server.serve(handler)
+    unary(connection, "ask", b"later", timeout=LONG)
+    assert seen == [b"later"]
+    server.close()
+
+
+def threads_of(server: Server) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"{server.address} calls"]
 
 
 def test_a_connection_finds_a_restarted_server(world: World) -> None:

@@ -52,6 +52,19 @@ def test_frames_that_have_arrived_together_are_read_one_by_one() -> None:
     receiver.close()
 
 
+def test_a_client_that_has_called_and_gone_is_not_there() -> None:
+    """Also if its call is still to be read."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        line = Line(ours, "a server")
+        theirs.sendall(b"call")
+        assert line.alive()
+    assert not line.alive()
+    assert line.receive(4, time.monotonic() + 10) == b"call"
+    assert not line.alive()
+    line.close()
+
+
 def test_memory_that_no_frame_names_is_not_kept() -> None:
     ours, theirs = socket.socketpair()
     before = descriptors()
