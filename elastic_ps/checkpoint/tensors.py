@@ -253,7 +253,7 @@ class Reader:
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
         """See `Source`."""
         if not length:  # no file has an empty tensor
-            return torch.empty(0, dtype=dtype_of(self.manifest.specs[tensor].dtype))
+            return torch.empty(0, dtype=dtype_of(self.manifest.specs[tensor].dtype), device="cpu")
         return self._elements(self._places[tensor, VALUE], start, length)
 
     def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
@@ -282,7 +282,7 @@ class Reader:
     def _read(self, entry: Entry, first: int, last: int) -> torch.Tensor:
         """Read elements of an entry, counted from its beginning."""
         self._require_digest(entry.file)
-        part = torch.empty(last - first, dtype=dtype_of(entry.dtype))
+        part = torch.empty(last - first, dtype=dtype_of(entry.dtype), device="cpu")
         item = ITEM_SIZE[entry.dtype]
         _read_into(self._files[entry.file], as_bytes(part), entry.offset + first * item)
         return part

@@ -122,7 +122,7 @@ def _chosen(spec: TableSpec, columns: Mapping[str, torch.Tensor], wanted: Wanted
         chosen["times"] = columns["times"]
         Ages(spec.expire_time).learn(chosen["times"])
     widths = {"values": spec.dim, **{slot.name: slot.width or spec.dim for slot in spec.optimizer.slots}}
-    none = torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
     for prefix, names in (("", (*_KNOWN, *widths)), ("waiting_", _KNOWN)):
         ids, removed = columns.get(f"{prefix}ids", none), columns.get(f"{prefix}removed", none)
         chosen[f"{prefix}removed"] = removed[torch.from_numpy(wanted(removed.numpy()))]
@@ -131,7 +131,7 @@ def _chosen(spec: TableSpec, columns: Mapping[str, torch.Tensor], wanted: Wanted
             width = (widths[name],) if name in widths else ()
             if not len(places):  # such as the rows of another shard, which need not be read
                 dtype = spec.torch_dtype if width else torch.int64
-                chosen[prefix + name] = torch.empty(0, *width, dtype=dtype)
+                chosen[prefix + name] = torch.empty(0, *width, dtype=dtype, device="cpu")
                 continue
             column = columns[prefix + name].view(len(ids), *width)
             some = len(places) < len(ids)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import elastic_ps
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
@@ -23,6 +24,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
 from tests.testing.store import same, write
+from tests.testing.trained import adam
 
 SERVER = {"checkpoint": {"interval": "1h", "everyVersions": 2, "keep": 2}}
 
@@ -162,6 +164,17 @@ def test_where_a_checkpoint_was_nothing_begins_anew(trained: Path, tmp_path: Pat
             running_job(tmp_path, checkpoints=store.directory, resume="auto"),
         ):
             pass
+
+
+def test_the_default_device_is_not_for_what_is_read(trained: Path) -> None:
+    """`meta` stands in for a GPU."""
+    model, expected = make_mlp(seed=1), make_mlp(seed=2)
+    optimizer, usual = adam(model), adam(expected)
+    elastic_ps.load_checkpoint(trained, expected, usual)
+    with torch.device("meta"):
+        elastic_ps.load_checkpoint(trained, model, optimizer)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(optimizer.state_dict(), usual.state_dict(), rtol=0, atol=0)
 
 
 KILLED = """

@@ -179,6 +179,17 @@ def test_checkpoints_have_what_changed_and_jobs_go_on_from_them(tmp_path: Path) 
         assert torch.equal(resumed.rows(torch.arange(RECORDS)).detach(), rows["values"])
 
 
+def test_the_default_device_is_not_for_rows_of_checkpoints(tmp_path: Path) -> None:
+    """`meta` stands in for a GPU. Version 0 has no rows."""
+    with a_job(tmp_path) as job:
+        job.run(train, workers=2)
+    for version in (0, job.version):
+        expected, model = rows_in(tmp_path / "checkpoints", version), Model()
+        with torch.device("meta"):
+            elastic_ps.load_checkpoint(tmp_path / "checkpoints", model, version=version)
+        require_equal(model.rows.table.state(), expected)
+
+
 def test_an_evaluator_and_an_export_read_the_rows(tmp_path: Path) -> None:
     """As `load_checkpoint` gives them: the values of all ids, also of those that have no row."""
     ids, seen, checkpoints = torch.arange(40), dict[int, torch.Tensor](), tmp_path / "checkpoints"
