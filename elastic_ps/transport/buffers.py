@@ -25,7 +25,7 @@ class Buffers:
         # Not a SimpleQueue: see `process.lifecycle.Alarm`.
         self._free: queue.Queue[memoryview] = queue.Queue()
         for _ in range(RECEIVE_BUFFERS):
-            self._free.put(as_bytes(torch.empty(nbytes, dtype=torch.uint8)))
+            self._free.put(as_bytes(torch.empty(nbytes, dtype=torch.uint8, device="cpu")))
 
     def receive(
         self, bucket: Bucket, incoming: Incoming, *, timeout: timedelta

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
+import torch
 
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport.buffers import RECEIVE_BUFFERS, Buffers
@@ -14,6 +15,14 @@ from tests.testing.polling import LIMIT
 from tests.testing.shard import Body, ones
 
 AT_ONCE = timedelta(microseconds=1)
+
+
+def test_the_default_device_is_not_for_buffers() -> None:
+    """The module of a codec may set one in the parameter server's process. `meta` stands in for a GPU."""
+    with torch.device("meta"):
+        buffers = Buffers(16)
+    with buffers.values("w", "float32", 16, Body(ones(4)), timeout=AT_ONCE) as received:
+        assert torch.equal(received, ones(4))
 
 
 def test_who_waits_for_a_buffer_waits_no_longer_than_it_is_told() -> None:
