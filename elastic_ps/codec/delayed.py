@@ -38,7 +38,7 @@ class DelayedNesterov(torch.optim.Optimizer):
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state, every = self.state[parameter], int(group["every"])
         if not state:
-            state["step"] = torch.tensor(0.0)  # since the last momentum
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)  # since the last momentum
             state["waiting"] = torch.zeros_like(parameter)
             state["momentum_buffer"] = torch.zeros_like(parameter)
         state["step"] += 1

@@ -334,6 +334,14 @@ def _entries(
         yield key, value.detach().to("cpu", dtype_of(entry.dtype)).reshape(-1), entry.scalar
 
 
+def fits(given: tuple[str, bool], usual: tuple[str, bool]) -> bool:
+    """Whether an entry, (dtype, whether it is a scalar), may stand for that of `usual_state`.
+
+    torch makes some scalars in the default dtype, which another process may have set differently.
+    """
+    return given == usual or (given[1] and usual[1] and {given[0], usual[0]} == {"float32", "float64"})
+
+
 def read_state(
     bucket: Bucket,
     piece: int,
@@ -349,13 +357,14 @@ def read_state(
         usual: the entries that the optimizer keeps, by key.
 
     Raises:
-        Refused: MALFORMED: the entries differ from `usual`. NOT_FINITE.
+        Refused: MALFORMED: the entries do not fit `usual` (see `fits`). NOT_FINITE.
     """
     expected = {key: (each.dtype, each.scalar) for key, each in usual.items()}
     given = {key: (dtype, scalar) for key, dtype, scalar in entries}
-    same = given and given == expected and len(given) == len(entries)
-    sizes = [usual[key].elements * ITEM_SIZE[dtype] for key, dtype, _ in entries] if same else []
-    if not same or incoming.size != sum(sizes):
+    same = given and given.keys() == expected.keys() and len(given) == len(entries)
+    fitting = same and all(fits(each, expected[key]) for key, each in given.items())
+    sizes = [usual[key].elements * ITEM_SIZE[dtype] for key, dtype, _ in entries] if fitting else []
+    if not fitting or incoming.size != sum(sizes):
         raise Refused(
             RefusalCode.MALFORMED,
             f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {bucket.index}, whose "
@@ -365,7 +374,7 @@ def read_state(
     incoming.read_into(body)
     state, at = {}, 0
     for (key, dtype, scalar), size in zip(entries, sizes, strict=True):
-        value = as_tensor(body[at : at + size], dtype_of(dtype)).clone()
+        value = as_tensor(body[at : at + size], dtype_of(dtype)).to(dtype_of(usual[key].dtype), copy=True)
         require_finite(value, f"{key} of bucket {bucket.index}")
         state[key], at = _scalar(value) if scalar else value, at + size
     return state

@@ -27,6 +27,7 @@ from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import MASTER, PULLED, Optimizers, steps_whole_tensors, usual_state, wide
 from elastic_ps.codec.several import SEPARATOR, Kind
+from elastic_ps.codec.state import fits
 from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.chiefs import Chiefs
@@ -326,7 +327,7 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
             raise ValueError(f"{tensor.name}: its master weights are not of dtype {stepped}")
         if found.pop(PULLED, (tensor.dtype, False)) != (tensor.dtype, False):
             raise ValueError(f"{tensor.name}: what workers have pulled is not of dtype {tensor.dtype}")
-        different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
+        different = {key for key in expected.keys() & found.keys() if not fits(found[key], expected[key])}
         # SGD makes its buffer if there is none.
         lazy = kinds[tensor.group] is torch.optim.SGD
         missing = expected.keys() - found.keys() if found and not lazy else set()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ from elastic_ps.codec.lossless import LOSSLESS, Compressed, Plain, Zstd
 from elastic_ps.codec.plan import BUILT_IN, Plan, make
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob, Malformed
+from tests.testing.defaults import defaults
 
 SHARE = {"bf16": 0.5, "fp16": 0.5, "int8": 0.27, "int4": 0.15, "topk": 0.0101, "signsgd": 0.048}
 """Of the plain bytes, at most, in a large tensor. Those that encode any tensor; `powersgd` needs a matrix."""
@@ -76,18 +76,6 @@ def gradient(elements: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     random = torch.Generator()
     random.manual_seed(seed)
     return torch.randn(elements, generator=random) * scale
-
-
-@contextmanager
-def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
-    """As a script may set them for its model."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -25,6 +25,7 @@ from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.measuring import Traffic
+from tests.testing.defaults import defaults
 from tests.testing.shard import arrived, body_of
 from tests.unit.codec.test_codecs import Negative
 
@@ -554,15 +555,11 @@ def test_a_half_precision_script_may_set_that_dtype_as_default(codec: str) -> No
     layout = replace(LAYOUT, buckets=(bucket,))
     encoder, decoder = Encoder(layout, used, worker=3, seed=0, traffic=Traffic()), Decoder(used, layout)
     gradient = torch.ones(8, dtype=torch.bfloat16)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
+    with defaults(torch.bfloat16):
         encoder.begin(0)
         payload = encoder.encode(bucket, gradient, (), step=0, version=0)
         sent = arrived(decoder, bucket, payload)
         encoder.applied()
-    finally:
-        torch.set_default_dtype(before)
     left = encoder.left_over.get(bucket.index, torch.zeros(8))
     assert left.dtype is torch.float32
     assert torch.allclose(sent.float() + left, torch.ones(8), rtol=0, atol=0.01)

@@ -10,13 +10,16 @@ from datetime import timedelta
 import pytest
 import torch
 
-from elastic_ps.codec import as_bytes
+from elastic_ps.codec import as_bytes, name_of
 from elastic_ps.codec.memory import Scratch
-from elastic_ps.codec.state import ImportedState, OptimizerState, Snapshot, Stored
+from elastic_ps.codec.optimizers import kept_state
+from elastic_ps.codec.state import ImportedState, OptimizerState, Snapshot, Stored, read_state
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import StorageUnavailable
 from tests.testing import machine
+from tests.testing.defaults import defaults
 from tests.testing.polling import eventually
+from tests.testing.shard import Body
 
 LAYOUT = partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1)
 
@@ -51,6 +54,23 @@ def test_a_state_may_be_one_that_only_a_gpu_goes_on_with() -> None:
     assert_state(ImportedState(new, state), parameter, optimizer)
     optimizer.param_groups[0]["capturable"] = True
     assert_state(OptimizerState(optimizer), parameter, optimizer)
+
+
+def test_a_state_that_a_script_keeps_in_double_precision_is_taken_in_that_of_the_server() -> None:
+    """torch makes the counter of Adam's steps in the default dtype."""
+    with defaults(torch.float64):
+        parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float32))
+        optimizer = torch.optim.Adam([parameter])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        ((_, entries),) = OptimizerState(optimizer).pieces(LAYOUT.buckets[0], [parameter])
+    given = [(each.key, name_of(each.value.dtype), each.scalar) for each in entries]
+    assert given[0] == ("step", "float64", True)
+    body = Body(torch.cat([each.value.view(torch.uint8) for each in entries]))
+    usual = kept_state(torch.optim.Adam, {}, torch.float32, [4])
+    state = read_state(LAYOUT.buckets[0], 0, given, body, usual=usual)
+    assert torch.equal(state["step"], torch.tensor(1.0))
+    assert torch.equal(state["exp_avg"], entries[1].value)
 
 
 COUNT = 32

@@ -25,6 +25,7 @@ from elastic_ps.server.orders import Model
 from elastic_ps.server.record import require_usable
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
+from tests.testing.defaults import defaults
 from tests.testing.service import TENSORS, Worker, environment, serving
 
 SPEC = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
@@ -73,6 +74,12 @@ def test_what_a_job_has_written_can_be_continued_from(reader: Reader) -> None:
     member(incarnation=(2 << 32) - 1)(state)
     reader.manifest = replace(reader.manifest, state=state)
     require_usable(reader, spec=SPEC)  # the last one that a worker of term 1 can have got
+
+
+def test_a_checkpoint_is_usable_whatever_dtype_is_the_default(reader: Reader) -> None:
+    """torch makes the counter of Adam's steps with it, and a module of the user's own may set it."""
+    with defaults(torch.float64):
+        require_usable(reader, spec=SPEC)
 
 
 def test_a_job_continues_with_a_parameter_without_dimensions(tmp_path: Path) -> None:
