@@ -230,7 +230,7 @@ class ImportedState(OptimizerState):
 
     Args:
         optimizer: one of torch.optim, or several. It gets the hyperparameters of `state`. The constraints of
-            its parameter groups stay, since torch has none.
+            its parameter groups stay; those in `state` do not count.
         state: the `state_dict()` of such an optimizer, or of several by name.
 
     Raises:
@@ -252,6 +252,8 @@ class ImportedState(OptimizerState):
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidModel(_not_of(optimizer, error)) from error
         for group, own in zip(optimizer.param_groups, constraints, strict=True):
+            for key in CONSTRAINTS:
+                group.pop(key, None)
             group.update(own)
         super().__init__(optimizer)
         for part in parts_of(optimizer):

@@ -102,7 +102,7 @@ def test_the_state_of_a_model_in_half_precision_is_not_rounded(tmp_path: Path, s
 
 
 def test_limits_that_the_state_does_not_know_stay(tmp_path: Path) -> None:
-    """The state is one of plain torch. What is given beside it counts, and what the state has besides."""
+    """The state is one of plain torch. What is given beside it counts."""
     saved = sgd(make_mlp()).state_dict()
     saved["param_groups"][0] |= {"lr": 0.25, "max_grad_norm": 7.0}
     found: dict[str, Any] = {}
@@ -118,6 +118,25 @@ def test_limits_that_the_state_does_not_know_stay(tmp_path: Path) -> None:
         job.join()
     limits = {"clamp": [-1.0, 1.0], "max_grad_norm": 0.5, "keep_zeros": True}
     assert {key: found[key] for key in ("lr", *limits)} == {"lr": 0.25, **limits}
+
+
+def test_limits_are_those_that_are_given(tmp_path: Path) -> None:
+    """The state of a job with limits has them in its groups."""
+    saved = sgd(make_mlp()).state_dict()
+    saved["param_groups"][0] |= {"clamp": (-1.0, 1.0), "max_grad_norm": 7.0, "max_norm": 2.0}
+    saved["param_groups"][0] |= {"keep_zeros": True}
+    found: dict[str, Any] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model, state=saved)
+        found.update(runtime_of(session).schedule.current().groups[0])
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+    assert found["lr"] == 0.02
+    assert not found.keys() & {"clamp", "max_grad_norm", "max_norm", "keep_zeros"}
 
 
 def test_a_worker_that_joins_later_gets_the_jobs_state(tmp_path: Path) -> None:
