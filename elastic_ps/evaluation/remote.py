@@ -136,10 +136,8 @@ class JobSource:
 
     def _forget(self) -> None:
         """Delete the previous checkpoint, so that only one takes room."""
-        for path in self._store.directory.glob("version-*/*"):
-            path.unlink()
         for path in self._store.directory.glob("version-*"):
-            path.rmdir()
+            shutil.rmtree(path)
 
     def _patiently(self, call: Callable[[], T], *, unready: timedelta = PATIENCE) -> T:
         """Call until the parameter server answers. It may be away for a while, and start again.

@@ -172,6 +172,19 @@ def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path) -> None:
         assert job.status().progress.evaluation.missed == 1
 
 
+def test_what_a_script_leaves_beside_a_checkpoint_is_deleted_with_it(tmp_path: Path) -> None:
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **FIELDS) as job:
+        job.start(0, Trained(job))
+        job.join()
+        left: list[Path] = []
+        for checkpoint in loop(job):
+            assert not any(path.exists() for path in left)
+            left.append(checkpoint.directory / "samples")
+            left[-1].mkdir()
+            (left[-1] / "one.txt").touch()
+        assert versions(job) == [5, 10, 15, 20, STEPS]
+
+
 def test_a_checkpoint_that_stays_unreadable_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
