@@ -62,7 +62,7 @@ class Ages:
     def to_tensor(self) -> torch.Tensor:
         """All that it knows, as a flat tensor of int64."""
         pairs = [(self.oldest, self._clock), (self._last, 0), *self._marks]
-        return torch.tensor(pairs, dtype=torch.int64).view(-1)
+        return torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1)
 
     def learn(self, known: torch.Tensor) -> None:
         """Take over what another one has given (`to_tensor`), unless this one knows of more time.

@@ -150,7 +150,7 @@ def coalesced(gradients: Sequence[Gradient], spec: TableSpec) -> Gradient:
         return Gradient(ids, values.to("cpu", spec.torch_dtype), counts)
     every = [each.ids for each in gradients] or [np.empty(0, dtype=np.int64)]
     ids, inverse = np.unique(np.concatenate(every), return_inverse=True)
-    total = torch.zeros(len(ids), spec.dim, dtype=spec.torch_dtype)
+    total = torch.zeros(len(ids), spec.dim, dtype=spec.torch_dtype, device="cpu")
     counts = np.zeros(len(ids), dtype=np.int64)
     start = 0
     for each in gradients:

@@ -77,7 +77,7 @@ class RemoteSource:
             yield (self.spec.name, shard), Held(ids[places], values, reply.life, reply.version)
 
     def _empty(self, ids: Ids) -> torch.Tensor:
-        return torch.empty(len(ids), self.spec.dim, dtype=self.spec.torch_dtype)
+        return torch.empty(len(ids), self.spec.dim, dtype=self.spec.torch_dtype, device="cpu")
 
     def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids]]:
         """Each shard that has some of these ids, and their places."""

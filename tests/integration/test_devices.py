@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ import torch
 
 from elastic_ps.codec import devices
 from elastic_ps.codec.encoder import CodecSelection
+from elastic_ps.embedding import SGD
+from elastic_ps.embedding.module import Embedding
+from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.devices import LateDevice, Said
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -241,6 +244,36 @@ def test_the_default_device_is_not_for_a_state_that_is_brought(tmp_path: Path) -
 
     with running_job(tmp_path) as job:
         job.run(script, workers=1)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_default_device_is_not_for_rows_of_tables(tmp_path: Path, alone: bool) -> None:
+    """Two layers share the table, so their gradients are added up."""
+
+    def trained(session: Session, default: str) -> dict[str, torch.Tensor]:
+        layers = [Embedding("rows", 1, optimizer=SGD(lr=0.5)) for _ in range(2)]
+        head = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(head.weight)
+        model = torch.nn.ModuleList([*layers, head])
+        optimizer = session.optimizer(sgd(model), model)
+        for x, _ in session.loader(Numbers(40), 4):
+            ids = x[:, 0].abs().mul(4).long()
+            with torch.device(default):
+                optimizer.zero_grad()
+                head(layers[0](ids) + layers[1](ids)).square().mean().backward()
+                optimizer.step()
+        return {"rows": layers[0](torch.arange(4)).detach(), "weight": head.weight.detach().clone()}
+
+    def train(directory: Path, default: str) -> dict[str, torch.Tensor]:
+        if alone:
+            with closing(connect()) as session:
+                return trained(session, default)
+        found: dict[str, torch.Tensor] = {}
+        with running_job(directory, parameterServer={"replicas": 2}) as job:
+            job.run(lambda session: found.update(trained(session, default)), workers=1)
+        return found
+
+    torch.testing.assert_close(train(tmp_path / "a", "meta"), train(tmp_path / "b", "cpu"), rtol=0, atol=0)
 
 
 def test_the_default_device_is_not_for_tensors_that_a_script_keeps(tmp_path: Path) -> None:
