@@ -272,7 +272,8 @@ CONDITIONS = (
     Reason(
         "Failed",
         ("RecordsLeft",),
-        "Every worker came to the end of its script, but some records were not trained.",
+        "Every worker, or one with a fixed share of the records, came to the end of its script, but some "
+        "records were not trained.",
         "Call `session.stop(reason)` before leaving the loader's loop early.",
     ),
     Reason(

@@ -149,6 +149,19 @@ class Progress(CamelModel):
         )
 
     @property
+    def records_left(self) -> bool:
+        """Whether records are left to train, as far as is known."""
+        return self.records_expected is not None and not (self.finished or self.stopped)
+
+    def share_left(self, worker: str) -> str:
+        """The message of a job in which `worker` is done before its share, which no other worker trains."""
+        return (
+            f"{worker} has ended its script, but only {self.records_applied} of {self.records_expected} "
+            "records are in the model, and with consistency.deterministic no other worker trains the rest of "
+            f"its share. {LEFT_EARLY}"
+        )
+
+    @property
     def unwritten(self) -> bool:
         """Whether a checkpoint is on disk, but not of the last version."""
         return self.durable_version is not None and self.durable_version < self.version

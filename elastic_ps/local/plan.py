@@ -147,6 +147,7 @@ class Desired:
         backoff_limit: the number of failures that the job survives.
         deadline: the job fails after this time; None never.
         stop_diverged: whether the job fails when it does not learn.
+        fixed_workers: whether each worker has a share of the records that no other worker trains.
         schedule: changes of the number of workers that have not been made yet.
         start_limit: time for the parameter servers to answer.
         leave_grace: time for a worker to leave while the job goes on.
@@ -164,6 +165,7 @@ class Desired:
     backoff_limit: int
     deadline: timedelta | None = None
     stop_diverged: bool = False
+    fixed_workers: bool = False
     schedule: tuple[ScaleAt, ...] = ()
     start_limit: timedelta = timedelta(seconds=120)
     leave_grace: timedelta = timedelta(seconds=30)
@@ -341,6 +343,7 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
         or _parameter_server_silent(desired, observed, now)
         or _failed_too_often(desired, observed)
         or _workers_done(desired, observed, now)
+        or _share_left(desired, observed)
     )
 
 
@@ -425,6 +428,16 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         f"every worker has ended its script, but only {progress.records_applied} of "
         f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
     )
+
+
+def _share_left(desired: Desired, observed: Observed) -> Verdict | None:
+    """The verdict once a worker is done, but has left records that no other worker trains."""
+    if not (desired.fixed_workers and observed.progress.records_left):
+        return None
+    for worker in observed.latest("worker").values():
+        if worker.ending == "done" and (worker.ended or 0.0) < (observed.asked_at or 0.0):
+            return Verdict("Failed", "RecordsLeft", observed.progress.share_left(worker.name))
+    return None
 
 
 def _start_servers(role: Role, desired: Desired, observed: Observed, now: float) -> Iterator[Start]:

@@ -51,7 +51,7 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
             f"restart the job: `{names.restart_command(desired.name)}`"
         )
         return Verdict("Failed", Problem("DeadlineExceeded", message))
-    return _workers_done(status, desired, observed, now)
+    return _workers_done(status, desired, observed, now) or _share_left(desired, observed)
 
 
 def _diverged(desired: Desired, observed: Observed) -> Problem | None:
@@ -100,6 +100,15 @@ def _workers_done(
             f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
         ),
     )
+
+
+def _share_left(desired: Desired, observed: Observed) -> Verdict | None:
+    """How the job ends when a worker is done, but has left records that no other worker trains."""
+    server = observed.server
+    done = [pod for pod in observed.of("worker") if pod.ending == "done" and pod.deleting is None]
+    if not (desired.spec.consistency.fixed_workers and done and server and server.progress.records_left):
+        return None
+    return Verdict("Failed", Problem("RecordsLeft", server.progress.share_left(done[0].name)))
 
 
 def _without_last_version(status: TrainingJobStatus, observed: Observed, now: datetime) -> Verdict | None:

@@ -316,6 +316,15 @@ def test_workers_that_end_before_the_data_does_are_a_failure(tmp_path: Path) -> 
     assert f"80 of {FOREVER}" in outcome.verdict.message
 
 
+def test_a_worker_that_leaves_records_of_its_fixed_share_is_a_failure(tmp_path: Path) -> None:
+    """Worker 1 still trains."""
+    fixed = {"consistency": {"deterministic": True}}
+    with launched(make_job(records=FOREVER, steps=5, apart=1, spec=fixed), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.reason == "RecordsLeft"
+    assert outcome.verdict.message.startswith(f"worker 0 has ended its script, but only 40 of {FOREVER}")
+
+
 def test_several_shards(tmp_path: Path) -> None:
     job = make_job(records=200, spec={"parameterServer": {"replicas": 3}})
     with launched(job, tmp_path) as launcher:

@@ -342,6 +342,28 @@ def test_the_end_when_every_worker_has_ended_well(progress: Progress, phase: str
     assert (result.phase, result.reason) == (phase, reason)
 
 
+SHARES = replace(DESIRED, fixed_workers=True)
+
+
+def test_a_worker_that_leaves_records_of_its_fixed_share_fails_the_job() -> None:
+    failed = verdict(worker(0), ended(1, 0), desired=SHARES, progress=HALF)
+    assert (failed.phase, failed.reason) == ("Failed", "RecordsLeft")
+    assert failed.message.startswith("worker 1 has ended its script, but only 50 of 100 records")
+    assert "session.stop(reason)" in failed.message
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [FINISHED, STOPPED, HALF.model_copy(update={"stopped": "no improvement"}), Progress(version=3)],
+)
+def test_a_worker_is_done_with_its_fixed_share_when_training_is_over(progress: Progress) -> None:
+    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=progress), NOW) == []
+
+
+def test_a_worker_with_a_fixed_share_is_judged_by_an_answer_from_after_its_end() -> None:
+    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=HALF, asked_at=NOW - 2), NOW) == []
+
+
 def test_the_end_is_judged_by_an_answer_from_after_the_last_worker() -> None:
     workers = (ended(0, 0), ended(1, 0))
     assert plan(DESIRED, observed(*workers, progress=HALF, asked_at=NOW - 2), NOW) == []
