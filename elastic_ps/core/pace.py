@@ -28,7 +28,7 @@ class Waiting:
         """The workers that have kept others waiting for longer than `limit`, with the seconds.
 
         Args:
-            round_: version and attempt. A change restarts the waiting times.
+            round_: version and attempt. A change restarts the waiting times; see also `begins`.
             awaited: the workers whose steps the round lacks, while somebody waits for them.
             limit: zero for none.
         """
@@ -42,6 +42,10 @@ class Waiting:
         self._round = round_
         self._since = {who: before.get(who, now) for who in awaited}
         return {who: now - since for who, since in self._since.items()}
+
+    def begins(self, who: int) -> None:
+        """Note that a worker has just begun a step. It has not kept others waiting with that yet."""
+        self._since.pop(who, None)
 
 
 SMOOTHING = 0.2

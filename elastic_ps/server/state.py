@@ -365,7 +365,8 @@ class JobState:
         self._begins(self.members.live[worker].incarnation, now)
 
     def _begins(self, incarnation: int, now: float) -> None:
-        """Note that a worker begins a step of the open round, to measure how fast it computes."""
+        """Note that a worker begins a step of the open round, to measure how long it takes."""
+        self.waiting.begins(incarnation)
         if self.consistency.global_batch_size is not None:
             self.pace.begins(incarnation, now)
         else:

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.status import Staleness
-from elastic_ps.core.consistency import Contribution, Entry
+from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Member
@@ -157,6 +157,33 @@ def test_who_waits_for_its_turn_keeps_nobody_waiting(state: JobState) -> None:
     assert [state.hung(now, limit, queued={1}) for now in (0, 11)] == [{}, {0: 11}]
     finish(state, first)
     assert [state.hung(now, limit, queued={1}) for now in (20, 31)] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    "consistency",
+    [Consistency(global_batch_size=40), Consistency(mode="accumulate", gradients=4)],
+    ids=["sync", "accumulate"],
+)
+def test_each_step_of_a_version_has_the_whole_time_limit(consistency: Consistency) -> None:
+    """Worker 1 waits for records while worker 0 makes several steps."""
+    limit = timedelta(seconds=10)
+    state = JobState(term=1, lease=limit, consistency=consistency, stage=Stage.TRAINING)
+    state.open_ledger(records=1000, epochs=1, shares=0)
+    first = join(state, 0)
+    state.take(0, first.incarnation, 10)
+    state.members.join(1, pid=1, host="here", version=0, now=0)
+    state.starved.add(1)
+    assert state.hung(0, limit) == {}
+    for step, now in enumerate((9, 18, 27)):
+        held = state.to_compute_on(first.incarnation)[0]
+        done = contribution(state, first, step=step)
+        done = replace(done, records=(held._replace(stop=held.start + 10),))
+        state.rounds.begin(0, version=0)
+        state.rounds.finish(done, version=0, attempt=0)
+        assert state.after_step(first, attempt=0, step=step, now=now) is After.COMPUTE
+        state.take(0, first.incarnation, 10)
+        assert state.hung(now + 3, limit) == {}
+    assert state.hung(41, limit) == {0: 11}, "since 30, when somebody looked"
 
 
 def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: JobState) -> None:
