@@ -454,7 +454,7 @@ class CommitCoordinator:
 
         Raises:
             Fenced: a shard obeys a newer term.
-            InvalidJob, InvalidModel: see `scales.check`, `Plan` and `Table.shrink`.
+            InvalidJob, InvalidModel: see `mutable_of`, `scales.check`, `Plan` and `Table.shrink`.
         """
         job = self.job
         settings = Settings.from_json(found.state["settings"])

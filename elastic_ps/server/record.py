@@ -18,9 +18,9 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from elastic_ps.api.consistency import Consistency
+from elastic_ps.api.consistency import LOCAL_STAYS, Consistency
 from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
-from elastic_ps.api.mutable import MutableFields, read_mutable
+from elastic_ps.api.mutable import MutableFields, describe, read_mutable
 from elastic_ps.api.status import JOINS_AGAIN
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.tensors import Reader
@@ -148,11 +148,9 @@ class JobRecord(BaseModel):
             state.members.departed.append(member)
         state.last_round, state.stopped = self.round, self.stopped
         state.assigned, state.bucket_bytes = self.assigned, self.bucket_bytes
-        chiefs = dict(self.chiefs)
-        state.chiefs = Chiefs(self.chief, chiefs, dict.fromkeys(chiefs))
+        state.chiefs = Chiefs(self.chief, dict(self.chiefs), dict.fromkeys(epoch for epoch, _ in self.chiefs))
         state.script_state = self.script_state
-        counts, largest = self.staleness
-        staleness = Distribution(dict(counts), largest)
+        staleness = Distribution(dict(self.staleness[0]), self.staleness[1])
         state.results = Results(self.metrics, Curve(points=self.loss), self.trend, staleness=staleness)
         self.trend.begin_again()
         return state
@@ -180,8 +178,7 @@ def _restored(
     saved: dict[str, Any], data: Data, size: int | None, shares: int | None
 ) -> Ledger | FixedSchedule:
     if "shares" not in saved and size is not None:
-        portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
-        return replace(portioned, size=size)
+        return replace(PortionedLedger.from_state(saved, shard_records=data.shard_records), size=size)
     if size is not None:
         raise InvalidJob(
             f"consistency.globalBatchSize is {size}, and the checkpoint was made with deterministic: true "
@@ -203,11 +200,17 @@ def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:
     """The mutable fields of a term that continues from a checkpoint: those in it, unless ours are newer.
 
     A parameter server begins with the fields of its environment, which have no number. The previous parameter
-    server may have had newer ones.
+    server may have had newer ones. Raises InvalidJob if one of them alone is of mode `local`.
     """
     recorded = _recorded(found, ours)
     if not ours.replaces(recorded) and recorded.run == ours.run:
         return recorded
+    if (ours.consistency.mode == "local") != (recorded.consistency.mode == "local"):
+        raise InvalidJob(
+            f"consistency is ({describe(ours.consistency)}), and the checkpoint of version {found.version} "
+            f"was made with ({describe(recorded.consistency)}), but {LOCAL_STAYS}. To begin a new job with "
+            "the values of the checkpoint, see Fine-tuning in docs/cookbook.md"
+        )
     return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
 
 
@@ -249,19 +252,12 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
             f"fields that this version of elastic-ps does not read: {wrong}"
         ) from error
     changed = ""  # optimizers that may be the cause instead of the checkpoint
+    mistakes = ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, UserError, ValueError
     try:
         settings, kinds = _try(reader.manifest, saved, spec, optimizers)
         changed = " or ".join(sorted({*own}))
         _try_optimizer(reader, settings, kinds)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        UserError,
-        ValueError,
-    ) as error:
+    except mistakes as error:
         text = f"no job can continue from the checkpoint of version {version}: {repr(error)[:500]}"
         if not changed:
             raise CheckpointCorrupt(text) from error

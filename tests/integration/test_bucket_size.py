@@ -175,10 +175,11 @@ def test_another_run_has_the_usual_size_if_the_kept_one_leaves_too_few_fragments
         model = torch.nn.ModuleList([large, *small])
         session.optimizer(sgd(model), model)
 
-    with running_job(tmp_path, **kept, run="a") as job:
+    local = {"mode": "local", "steps": 8}
+    with running_job(tmp_path, **kept, run="a", consistency=local) as job:
         job.run(script, workers=1)
         assert job.status().bucket_bytes == CROWDED
-    fragments = {"mode": "local", "steps": 8, "fragments": 8}
+    fragments = {**local, "fragments": 8}
     with running_job(tmp_path, **kept, resume="require", run="b", consistency=fragments) as job:
         job.run(script, workers=1)
         assert job.status().bucket_bytes == 0

@@ -224,6 +224,28 @@ def test_another_model_cannot_go_on(tmp_path: Path) -> None:
             job.join()
 
 
+SYNC, LOCAL = {"mode": "sync"}, {"mode": "local", "steps": 4}
+
+
+@pytest.mark.parametrize(("before", "after"), [(SYNC, LOCAL), (LOCAL, SYNC)])
+def test_a_job_does_not_go_on_in_mode_local_or_leave_it(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """The optimizer's state and rates are those of the workers' optimizer, or those of the outer one."""
+    kept: dict[str, Any] = {"checkpoints": tmp_path, "resume": "auto"}
+    with running_job(tmp_path, **kept, run="a", consistency=before) as job:
+        job.run(trainer(CLASSES["SGD"]), workers=1)
+        job.restart(0)
+        assert job.status().progress.finished, "the same run goes on"
+    with (
+        pytest.raises(InvalidJob, match=r"but in mode local the optimizer runs on the workers.*Fine-tuning"),
+        running_job(tmp_path, **kept, run="b", consistency=after),
+    ):
+        pass
+    with running_job(tmp_path, **kept, run="b", consistency=before) as job:
+        assert job.status().progress.finished
+
+
 def test_a_new_run_does_not_begin_among_the_checkpoints_of_another(tmp_path: Path) -> None:
     """Its own would be the oldest and be removed, and after a crash it would go on from the other's."""
     checkpoints = tmp_path / "checkpoints"
