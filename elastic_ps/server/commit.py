@@ -25,6 +25,7 @@ from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.codec.optimizers import Optimizers, steps_whole_tensors
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
+from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
 from elastic_ps.core.overlap import smallest_bucket
@@ -483,6 +484,8 @@ class CommitCoordinator:
             shares=job.spec.worker.replicas if mutable.consistency.fixed_workers else 0,
         )
         state.bucket_bytes = chosen
+        if not of_same_run(found, job.mutable):
+            state.chiefs = Chiefs()  # earlier ones may never come
         clip = state.settings.max_grad_norm
         if clip is not None and self._standbys:  # a shard may step without the others, which have the norm
             logger.warning("max_grad_norm %g has no effect now: it needs a job without standbys", clip)

@@ -224,6 +224,25 @@ def test_another_model_cannot_go_on(tmp_path: Path) -> None:
             job.join()
 
 
+@pytest.mark.parametrize(("run", "chiefs"), [("a", [1]), ("b", [1, 0])])
+def test_another_run_that_goes_on_after_the_end_has_a_chief_of_its_own(
+    tmp_path: Path, run: str, chiefs: list[int]
+) -> None:
+    """In the same run, the chief has evaluated and saved, or comes again."""
+    found: list[int] = []
+
+    def script(session: Session) -> None:
+        trainer(CLASSES["SGD"])(session)
+        found.extend([session.worker] * session.is_chief)
+
+    for each, worker in (("a", 1), (run, 0)):
+        with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", resume="auto", run=each) as job:
+            job.start(worker, script)
+            job.join()
+            assert job.status().progress.finished
+    assert found == chiefs
+
+
 SYNC, LOCAL = {"mode": "sync"}, {"mode": "local", "steps": 4}
 
 
