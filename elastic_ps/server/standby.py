@@ -293,8 +293,7 @@ class Rescue:
             try:
                 self._save(order)
             except TransportError as error:  # the standby would not answer to an older order either
-                text = "version %d is given up with a standby that has gone: %s"
-                logger.warning(text, order.version, error)
+                logger.warning("version %d is given up with a standby that is gone: %s", order.version, error)
                 return False
             except Refused as refusal:
                 if refusal.code is RefusalCode.STALE_TERM:
@@ -311,8 +310,10 @@ class Rescue:
         if "tensors" not in (state := json.loads(order.state)):
             raise Refused(RefusalCode.INVALID, "the standby is of another version than its shard")
         order = replace(order, term=term, expected={}, prepare=False, state="", rescued_term=order.term)
-        write = replace(order, checkpoint=number)
-        writers = [self._writer(*pair, write) for pair in zip(self.shards, self.standbys, strict=True)]
+        pairs = [*zip(self.shards, self.standbys, strict=True)]
+        for pair in pairs if len(pairs) > 1 else ():  # all vote: one that applies it cannot save an older one
+            self._writer(*pair, replace(order, prepare=True))
+        writers = [self._writer(*pair, replace(order, checkpoint=number)) for pair in pairs]
         checkpoints.begin(order.version, time.monotonic(), state, number=number)
         probe = Advance(order.version, 0, {}, term=term, rescued_term=order.rescued_term)
 
@@ -335,10 +336,9 @@ class Rescue:
             for writer, its in ((shard, order), (standby, for_standby(order))):
                 try:
                     writer.advance(its)
+                    return writer
                 except (Refused, TransportError) as error:
                     problems.append(error)
-                else:
-                    return writer
             raise next((e for e in reversed(problems) if isinstance(e, TransportError)), problems[-1])
 
         try:

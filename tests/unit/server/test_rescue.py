@@ -170,6 +170,38 @@ def test_without_the_last_sum_the_version_before_is_saved(tmp_path: Path, settin
     assert setting.loaded(1) == [-1.0] * 4
 
 
+def test_a_round_that_only_one_standby_has_leaves_the_version_before(tmp_path: Path) -> None:
+    """Both parameter servers were lost when the first had sent its standby the next round."""
+    tensors = [TensorSpec(name, (256,), "float32", Rule.GRADIENT, 0) for name in "ab"]
+    layout, store = partition(tensors, bucket_bytes=1024, shards=2), Store(tmp_path)
+    times = Times(interval=timedelta(seconds=30), every_versions=9, keep=2)
+    store.next_term()
+    checkpoints = Checkpointer(store, job="job", term=store.next_term(), shards=2, times=times)
+    nodes = [Node(shard, 2, store=store, trace=Trace(None, "")) for shard in (0, 1, 0, 1)]
+    standbys = nodes[2:]
+    first, second = (replace(round_of(version), state="{}") for version in (1, 2))
+
+    def send(standby: Node, order: Advance) -> None:
+        [bucket] = layout.of_shard(standby.index)
+        standby.advance(order)
+        standby.take_sum(sum_key(1, bucket.index, order.version, 0), [True], Body(ones(256)))
+
+    try:
+        for standby in standbys:
+            standby.configure(Configuration(layout, "SGD", Settings(LR.groups), 1, None))
+            send(standby, Advance(0, 0, {}, term=1, next=first))
+        send(standbys[0], replace(for_standby(first), next=second))
+        rescue = Rescue(checkpoints, nodes[:2], cast(list[RemoteShard], standbys))
+        held = rescue.held()
+        assert [order.version for order in held] == [1, 2]
+        assert rescue.save(held)
+        assert checkpoints.durable_version == 1
+    finally:
+        for each in nodes:
+            each.close()
+        checkpoints.close()
+
+
 def test_nothing_is_saved_if_nobody_can_carry_an_order_out(setting: Setting) -> None:
     assert not setting.by().save([round_of(3)])
     assert setting.checkpoints.durable_version is None
