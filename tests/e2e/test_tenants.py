@@ -6,9 +6,11 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from helm_python import Chart
 
 from tests.e2e.cluster import GivenCluster, wait_for
-from tests.testing.operator_process import Jobs, OperatorProcess, sleeper
+from tests.e2e.conftest import knows_rules
+from tests.testing.operator_process import ROOT, Jobs, OperatorProcess, sleeper
 from tests.testing.templates import FORBIDDEN
 
 pytestmark = pytest.mark.usefixtures("definition")
@@ -81,3 +83,28 @@ def test_a_server_that_stalls_delays_no_other_job(jobs: Jobs, operator: Operator
         jobs.wait_status(name, workers="2/2")
         assert not jobs.progress(name).get("version")
     assert operator.get("/healthz") == "ok"
+
+
+def test_an_admin_of_a_namespace_may_install_the_chart_there(jobs: Jobs) -> None:
+    """The rights come to Kubernetes' own role by `manifests/installers.yaml`."""
+    cluster, namespace, chart = jobs.cluster, jobs.namespace, ROOT / "charts" / "elastic-ps"
+    if not knows_rules(cluster):
+        pytest.skip("the chart needs Kubernetes 1.29")
+    values = {"namespaces": [namespace], "crd": {"install": False}}
+    with Chart.load(chart) as loaded:
+        rendered = loaded.render(values, name="own", namespace=namespace)
+    text = "---\n".join(
+        text for name, text in rendered.items() if "tests/" not in name and name.endswith(".yaml")
+    )
+    cluster.kubectl("-n", namespace, "create", "rolebinding", "ada", "--clusterrole=admin", "--user=ada")
+
+    def refused() -> str:
+        asks = ("--as=ada", "-n", namespace, "apply", "-f", "-")
+        return cluster.kubectl(*asks, stdin=text, check=False).stderr
+
+    try:
+        cluster.kubectl("apply", "-f", ROOT / "manifests" / "installers.yaml")
+        limit = timedelta(seconds=30)
+        wait_for(lambda: not refused(), what="the admin may install it", timeout=limit, explain=refused)
+    finally:
+        cluster.kubectl("delete", "-f", ROOT / "manifests" / "installers.yaml")
