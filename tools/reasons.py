@@ -109,8 +109,8 @@ CONDITIONS = (
         "Degraded",
         ("OutOfMemory",),
         "A container was killed at its memory limit.",
-        "Raise the limit in the template. Pods that do not run get it at once, but for a PS whose "
-        "checkpoints would go with it: ask for a restart (`elastic-ps.dev/restartedAt`).",
+        "Raise the limit in the template. Pods that do not run get it at once, except a PS that would lose "
+        "its checkpoints: ask for a restart (`elastic-ps.dev/restartedAt`).",
     ),
     Reason(
         "Degraded",
@@ -201,14 +201,14 @@ CONDITIONS = (
         "An edit cannot be applied, the API server refuses a pod made from it, or a template is no longer "
         "permitted. The job keeps its last valid spec, except that it is suspended or resumed as the edit "
         "says, and gets no new pods from templates that are not permitted. If the operator knows no valid "
-        "spec, which may be too long to be kept, it leaves the job alone.",
+        "spec (for example because it was too long to store), it leaves the job alone.",
         "Correct the spec.",
     ),
     Reason("Degraded=False", ("AsAsked",), "Everything that the spec asks for exists or is starting."),
     Reason(
         "Diverged",
         ("LossNotFinite", "LossFarAboveBest", "LossNoBetter"),
-        "Judged by the loss that its scripts report, the model learns nothing. The job goes on.",
+        "The loss that scripts report shows that the model learns nothing. The job goes on.",
         "Read the message: it names what to change.",
     ),
     Reason("Diverged=False", ("NotFound",), "The model learns again."),
@@ -307,7 +307,7 @@ EVENTS = (
         "Warning",
         ("DegradedREASON", "DivergedREASON", "FailedREASON"),
         "The condition has turned True, or its reason has changed. REASON is the condition's reason, as in "
-        "`DegradedUnschedulable`. If it is the end of a pod that has an Event itself, there is no other.",
+        "`DegradedUnschedulable`. The end of a pod gets only one Event.",
     ),
     Reason("Normal", ("Recovered",), "The job is not Degraded any more."),
     Reason(

@@ -167,7 +167,7 @@ class Consistency(CamelModel):
         "step. A slow worker's step goes into a later version, and maxStaleness limits how "
         "much later. With accumulate, each version is made of a fixed number of steps, from "
         "whichever workers have them; see gradients. With async, each step makes a version at "
-        "once, however old the version is that it was computed on. With local, workers make "
+        "once, even if it was computed on an old version. With local, workers make "
         "steps by themselves with the script's optimizer, and exchange the results now and "
         "then; see steps and outer.",
     )

@@ -198,8 +198,8 @@ class Worker(CamelModel):
         ge=1,
         le=64,
         description="How many processes each worker has, on one host. They share each batch, add up their "
-        "gradients among themselves, and take part in the job as one worker. So the parameter server has "
-        "that many times fewer workers to serve. In mode local they make the same local steps. If one "
+        "gradients among themselves, and take part in the job as one worker. So the parameter server serves "
+        "one client instead of several. In mode local they make the same local steps. If one "
         "process dies, the whole worker dies.",
     )
     lease_duration: Annotated[Duration, rules.NEW_PODS] = Field(

@@ -120,7 +120,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--eval-freq",
         type=_count,
         metavar="N",
-        help="write a checkpoint N steps after the last one at the latest, and every 30 s",
+        help="write a checkpoint at least every N steps and every 30 s",
     )
     job.add_argument(
         "--evaluate",

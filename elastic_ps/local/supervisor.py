@@ -400,7 +400,7 @@ class Launcher:
         was = was_finished(status, self.record.last, self._observed.was_finished, resumed=self._resumed)
         if was and not self._observed.was_finished:
             epochs = status.progress.epochs
-            text = f"the checkpoint is of a finished job: all {epochs} epochs are in the model"
+            text = f"the checkpoint belongs to a finished job: all {epochs} epochs are in the model"
             self._event("checkpoint", text)
         self._observed = replace(self._observed, was_finished=was)
 
