@@ -169,8 +169,14 @@ class Runtime(Membership):
                     "optimizer.step(), or leave reduce out"
                 )
         elif self.world.leads:
-            said = {name: float(value) for name, value in values.items()}
-            self.client.ask(calls.REPORT, pb.ReportRequest(metrics=said))
+            said = pb.ReportRequest(metrics={name: float(value) for name, value in values.items()})
+            try:
+                self.client.ask(calls.REPORT, said)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                said.caller.term = said.caller.incarnation = 0  # no member until its next call, which joins
+                self.client.ask(calls.REPORT, said)
 
     def weigh(self, weight: float) -> None:
         """The script says what this process's part of the batch weighs; see `Session.weigh`."""
@@ -233,14 +239,8 @@ class Runtime(Membership):
 
     def new_step(self, base: int, samples: int = 1, weight: float | None = None) -> Step:
         """The step that this worker makes next, on version `base`."""
-        return Step(
-            member_id=self.client.member_id,
-            number=self.steps,
-            base=base,
-            version=base,
-            samples=samples,
-            weight=weight,
-        )
+        me, number = self.client.member_id, self.steps
+        return Step(member_id=me, number=number, base=base, version=base, samples=samples, weight=weight)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""

@@ -146,6 +146,34 @@ def test_what_the_chief_has_written_outlives_the_parameter_server(tmp_path: Path
         job.join()
 
 
+@pytest.mark.parametrize("fault", ["restart", "declare_gone"])
+def test_a_value_is_reported_though_the_worker_has_to_join_again(tmp_path: Path, fault: str) -> None:
+    """It is reported outside of a step, after the worker has evaluated for a while."""
+
+    def script(session: Session) -> None:
+        model = Tally(8)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for epoch in (loader := session.loader(Indexes(8), 8, epochs=3)).epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+            if session.is_chief and epoch == 0:
+                job.until(lambda: job.status().progress.durable_version == session.version, "it is on disk")
+                getattr(job, fault)(0)
+                session.report(test_accuracy=0.5)
+        assert model.weight.tolist() == [-3.0] * 8
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+    ) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.metrics == {"test_accuracy": 0.5}
+
+
 def test_what_the_chief_has_written_is_given_up_with_its_version(tmp_path: Path) -> None:
     """The job comes to the same version again, and the worker joins again then."""
     versions: list[int] = []
