@@ -91,7 +91,7 @@ class Batches:
 
     @property
     def lost(self) -> bool:
-        """Whether the last batches went to others, as this worker had to join again or was late."""
+        """Whether the last batches went to others, as this worker joined again, was late or was stopped."""
         return self.hand in (Hand.LOST, Hand.OUTDATED, Hand.GIVEN_BACK_OUTDATED)
 
     @property

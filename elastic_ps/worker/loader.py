@@ -320,7 +320,7 @@ class ElasticLoader:
         if runtime.stopped:
             self._supply.in_hand.clear()
             runtime.exchange_steps()
-            runtime.forget()
+            runtime.forget(lost=bool(runtime.batches))
         self._forget()
         if self._supply.in_hand:
             return True

@@ -232,7 +232,7 @@ class ElasticOptimizer(_Wrapping):
         if self._runtime.batches.lost:
             self._runtime.batches.stale = False
             self._gradients.drop_rows()
-            logger.info("no step is made with this batch: its records went to other workers")
+            logger.info("no step is made with this batch: others get its records, or training was stopped")
             return loss
         if self._runtime.has_no_step:
             return loss

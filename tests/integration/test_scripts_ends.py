@@ -155,6 +155,59 @@ def test_a_batch_in_hand_when_the_job_is_stopped_is_not_trained(tmp_path: Path) 
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("epochs", [True, False], ids=["epochs", "one loop"])
+def test_a_stop_amid_accumulated_gradients_leaves_no_step_to_make(tmp_path: Path, epochs: bool) -> None:
+    """The script calls step() for the rest after its loop, as docs/guides/scripts.md says."""
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=False)
+        loader = session.loader(Indexes(RECORDS), 4)
+        for _ in loader.epochs() if epochs else [0]:
+            held = 0
+            for batch in loader:
+                model(batch).backward()
+                held += 1
+                if session.version == 2 and held == 1:
+                    session.stop(REASON)
+                if held == 4:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    held = 0
+            if held:
+                optimizer.step()
+        assert session.is_chief
+        assert session.version == 2
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.stopped == REASON
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_stop_before_a_batch_is_loaded_ahead_leaves_no_step_to_make(tmp_path: Path, overlap: bool) -> None:
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=overlap)
+        batches = iter(session.loader(Indexes(RECORDS), 4))
+        batch = next(batches, None)
+        while batch is not None:
+            optimizer.zero_grad()
+            model(batch).backward()
+            if session.version == 2:
+                session.stop(REASON)
+            batch = next(batches, None)
+            optimizer.step()
+        assert session.is_chief
+        assert session.version == 2
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.stopped == REASON
+
+
 def test_a_stop_needs_a_reason(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         with pytest.raises(UsageError, match="needs a reason"):
