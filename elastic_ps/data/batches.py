@@ -49,10 +49,11 @@ class Batches:
         ended: the loop has ended, and the script may still compute on those that it has loaded.
         stale: the script was handed batches that others have now. It may compute on them together with those
             that it loads next, until it makes a step.
+        left_out: the last batch of a part of a version had no step in time, and no backward() has run since.
     """
 
     def __init__(self) -> None:
-        self.hand, self.stale, self.ended = Hand.EMPTY, False, False
+        self.hand, self.stale, self.ended, self.left_out = Hand.EMPTY, False, False, False
         self.grouped: bool | None = None
         self._repeats = False  # the script has run several backward() for a batch
         self._open: list[_Batch] = []  # that no backward() has run for
@@ -187,7 +188,7 @@ class Batches:
         self.grouped = self.grouped or (begins and (self.ended or not self._new))
         if begins:
             self._computed.append(self._open.pop(-1 if self._new else 0))
-        self._new, self._weighed = 0, False
+        self._new, self._weighed, self.left_out = 0, False, False
 
     @property
     def _begins(self) -> bool:

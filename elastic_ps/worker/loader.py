@@ -256,10 +256,9 @@ class ElasticLoader:
                 self._check_end()
             if runtime.stopped:
                 continue
-            if runtime.spec.consistency.global_batch_size is not None:
-                runtime.settle()
-                if runtime.batches.computed:
-                    runtime.skip()  # no step is made with what has had none of the version
+            if runtime.spec.consistency.global_batch_size is not None and not runtime.settle():
+                runtime.batches.left_out = True
+                runtime.skip()  # no step is made with what has had none of the version
             self.batches.end_loop(of_epoch=self._only is not None)
             if self.batches.ended or not runtime.settle():
                 return LoopEvent.END_EARLY

@@ -197,14 +197,10 @@ class Runtime(Membership):
         """Whether the script has made no gradients of its batches, which are skipped if it makes none later.
 
         A script without any backward() may train buffers, such as new estimates of those of BatchNorm.
-        False if the worker has several processes: another one may have made some.
+        False if the worker has several processes: another one may have made some. Or if it is too late.
         """
-        return (
-            self.batches.undecided
-            and not self.batches.computed
-            and self.world.alone
-            and not self.gradients.may_make_a_step
-        )
+        may_have_made = self.batches.computed or self.batches.left_out or not self.world.alone
+        return self.batches.undecided and not (may_have_made or self.gradients.may_make_a_step)
 
     def require_batch(self) -> None:
         """Raise UsageError if the step that is to be made belongs to no batch, or to too many."""
@@ -219,11 +215,12 @@ class Runtime(Membership):
         if not self.batches.computed:
             raise UsageError(_COUNTED if self.batches.in_batch else _FROM_ELSEWHERE)
         size = self.spec.consistency.global_batch_size
-        if size is not None and self.batches.several:
+        if size is not None and (self.batches.several or self.batches.left_out):
             raise UsageError(
-                "this script makes a step of several batches, but consistency.globalBatchSize says already "
-                f"that a version is made of {size} records, however small the batches are. Call "
-                "optimizer.step() after each backward()"
+                "this script makes a step of several batches, or loads a batch before the step of the one "
+                f"before, but consistency.globalBatchSize says already that a version is made of {size} "
+                "records, however small the batches are. Call optimizer.step() after each backward(), before "
+                "the next batch is loaded"
             )
         self.schedule.check()
 

@@ -294,6 +294,25 @@ def test_a_script_that_accumulates_itself_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_a_script_that_loads_a_batch_before_its_step_is_refused(tmp_path: Path, overlap: bool) -> None:
+    """The step would come too late for the last batch of a version."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
+        batches = iter(session.loader(DATA, 5))
+        batch = next(batches, None)
+        while batch is not None:
+            optimizer.zero_grad()
+            mse(model, *batch).backward()
+            batch = next(batches, None)
+            optimizer.step()
+
+    with pytest.raises(UsageError, match=r"globalBatchSize.*step\(\) after .*, before the next batch"):
+        alone(tmp_path, script, consistency={"globalBatchSize": 20})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_script_that_makes_no_step_with_some_batches_skips_them(tmp_path: Path, overlap: bool) -> None:
     """Also with the last batch of a version, and with gradients that are sent in part."""
 
