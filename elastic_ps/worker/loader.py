@@ -338,13 +338,9 @@ class ElasticLoader:
         Without `wait`, what is in hand stays outdated if this worker had to join again meanwhile: a batch
         that was begun and those that were fetched ahead are still to be dropped.
         """
-        only = self._only
-        ranges = self._runtime.records.take(
-            self._data_set,
-            wait=wait,
-            early=only is not None and only < self._data_set.epochs - 1,
-            epoch=None if only == _NO_EPOCH else only,
-        )
+        only, epoch = self._only, None if self._only == _NO_EPOCH else self._only
+        early = only is not None and only < self._data_set.epochs - 1
+        ranges = self._runtime.records.take(self._data_set, wait=wait, early=early, epoch=epoch)
         if wait:
             self._forget()
         self._supply.in_hand += ranges
@@ -416,12 +412,10 @@ class ElasticLoader:
 
     def _check_accumulation(self) -> None:
         """Raise UsageError if a last step of several batches might have to be repeated after the loop."""
-        if (
-            self._runtime.spec.consistency.global_batch_size is None  # else each batch has its own step
-            and self._runtime.batches.computed
-            and self._only is None
-            and self._runtime.spec.consistency.may_be_late
-        ):
+        consistency, gradients = self._runtime.spec.consistency, self._runtime.gradients
+        late = consistency.may_be_late and consistency.global_batch_size is None and self._only is None
+        # With a global batch size each batch has its own step. A GradScaler leaves out what is not finite.
+        if late and self._runtime.batches.computed and gradients.may_make_a_step and gradients.finite():
             raise UsageError(
                 "this script accumulates gradients of several batches. With backupWorkers, and in mode "
                 "accumulate, the last step may be dropped as too late. Its records would then be trained "

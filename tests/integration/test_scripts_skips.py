@@ -190,6 +190,25 @@ def test_what_is_skipped_is_not_in_the_model(tmp_path: Path, script: Script, ove
     assert check(read(tmp_path / "history"), Data(RECORDS, 1)) == []
 
 
+@pytest.mark.parametrize("script", [scales, zeroes_the_model_at_once])
+@pytest.mark.parametrize("consistency", [{"backupWorkers": 1}, {"mode": "accumulate", "gradients": 1}])
+def test_a_batch_without_a_step_is_not_accumulated(
+    tmp_path: Path, script: Script, consistency: dict[str, Any]
+) -> None:
+    """Neither where a GradScaler makes no step, nor where the gradients are dropped."""
+
+    def run(session: Session) -> None:
+        model = Pair()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=False)
+        script(session, model, optimizer)
+
+    with running_job(tmp_path, data={"shuffle": False}, consistency=consistency) as job:
+        job.start(0, run)
+        job.join()
+        progress = job.status().progress
+    assert (progress.records_applied, progress.records_skipped) == (RECORDS - len(SKIPPED), len(SKIPPED))
+
+
 @pytest.mark.parametrize(
     "consistency",
     [
