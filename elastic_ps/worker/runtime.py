@@ -373,7 +373,7 @@ class Runtime(Membership):
 
     def skip_dropped(self) -> None:
         """Skip the step under way if the script has dropped its gradients, and asks for the next batch."""
-        if self.working.state is State.PUSHING and self.world.alone and not self.gradients.may_make_a_step:
+        if self.working.state is State.PUSHING and not self.gradients.may_make_a_step:
             self.skip()
 
     def _settle_by_hand(self) -> None:

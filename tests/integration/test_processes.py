@@ -290,7 +290,7 @@ def test_one_process_that_is_asked_to_leave_takes_the_others_along(tmp_path: Pat
 
 def test_skipped_batches_and_epochs(tmp_path: Path) -> None:
     """The same decisions in all processes, and one chief among them in each epoch."""
-    data, chiefs = Numbers(40), []
+    data, chiefs = Numbers(50), []
 
     def script(session: Session, rank: int) -> None:
         model = make_mlp()
@@ -304,6 +304,8 @@ def test_skipped_batches_and_epochs(tmp_path: Path) -> None:
                 mse(model, x, y).backward()
                 if step == 2:
                     optimizer.skip()
+                elif step == 3:
+                    optimizer.zero_grad()
                 else:
                     optimizer.step()
             if session.is_chief:
@@ -312,7 +314,7 @@ def test_skipped_batches_and_epochs(tmp_path: Path) -> None:
     with running_job(tmp_path, worker={"processes": 2}) as job:
         job.start_processes(0, script)
         job.join()
-        assert job.status().progress.records_skipped == 60
+        assert job.status().progress.records_skipped == 90
         assert job.status().progress.records_applied == 60
     assert chiefs == [(0, 0), (1, 0), (2, 0)]
 
