@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -27,6 +26,7 @@ class ScriptState(MutableMapping[str, Any]):
     def __init__(self, member: Membership) -> None:
         self._member, self._client, self._world = member, member.client, member.world
         self._said: tuple[int, str] | None = None  # what this worker has written last, and at which version
+        self._unsaid: str | None = None  # what it writes as soon as it has joined again
 
     def __getitem__(self, key: str) -> Any:
         return self._read()[key]
@@ -64,6 +64,7 @@ class ScriptState(MutableMapping[str, Any]):
         self._world.decide("session.state", self._say_again)
 
     def _say_again(self) -> None:
+        self._unsaid = None
         if self._said is not None and self._said[0] > self._member.version:
             self._said = None
         if self._said is not None:
@@ -75,14 +76,14 @@ class ScriptState(MutableMapping[str, Any]):
                 "session.state is read and written by process 0 of a worker: use it where session.is_chief "
                 "is true, or where LOCAL_RANK is 0"
             )
+        if self._unsaid is not None:
+            return script_state.from_text(self._unsaid)
         return script_state.from_text(self._client.ask(calls.READ_STATE, pb.ReadStateRequest()).text)
 
     def _write(self, state: dict[str, Any]) -> None:
         text = script_state.to_text(state)
         before, self._said = self._said, (self._member.version, text)
-        # Of several processes all have to join again: at their next common call.
-        known = self._member.known() if self._world.alone else contextlib.nullcontext()
-        with known:  # a worker that joins again there writes again, by `repeat`
+        with self._member.known():  # a worker that joins again there writes again, by `repeat`
             try:
                 self._say(text, again=False)
             except UsageError:
@@ -91,6 +92,7 @@ class ScriptState(MutableMapping[str, Any]):
             except Refused as refusal:
                 if self._world.alone or not expelled(refusal):
                     raise
+                self._unsaid = text  # all processes have to join again: at their next common call
 
     def _say(self, text: str, *, again: bool) -> None:
         try:

@@ -254,6 +254,31 @@ def test_it_joins_again_when_the_parameter_server_is_lost(tmp_path: Path) -> Non
         assert_replicas(models)
 
 
+def test_a_process_reads_what_it_has_written_before_its_worker_joins_again(tmp_path: Path) -> None:
+    def script(session: Session, rank: int) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for epoch in (loader := session.loader(Numbers(10), 10, epochs=2)).epochs():
+            for x, y in loader:
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+            if session.is_chief and epoch == 0:
+                job.until(lambda: job.status().progress.durable_version == session.version, "it is on disk")
+                job.restart(0)
+                session.state["best"] = 0.9
+                session.state["epoch"] = epoch
+                assert session.state["best"] == 0.9
+        assert rank or dict(session.state) == {"best": 0.9, "epoch": 0}
+
+    server = {"checkpoint": {"everyVersions": 1}}
+    with running_job(
+        tmp_path, worker={"processes": 2}, parameterServer=server, checkpoints=tmp_path / "checkpoints"
+    ) as job:
+        job.start_processes(0, script)
+        job.join()
+
+
 def test_one_process_stops_the_training_of_all(tmp_path: Path) -> None:
     data, models = Numbers(10_000), Models()
     reasons: dict[int, tuple[str, bool]] = {}
