@@ -445,12 +445,14 @@ class TrainingJobSpec(CamelModel):
         )
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise ValueError, which names the limit, if the job cannot have so many workers."""
+        """Raise ValueError, which names the limit, if the job cannot change to so many workers."""
         if replicas > MOST_WORKERS:
             raise ValueError(f"replicas is {replicas}; expected at most {MOST_WORKERS}")
         worker = self.worker.model_copy(update={"replicas": replicas})
         rules.check(worker)
         rules.check(self.model_copy(update={"worker": worker}))
+        if self.consistency.fixed_workers and replicas != self.worker.replicas:
+            raise ValueError(_FIXED_SHARES.message)
 
     @model_validator(mode="after")
     def _check_momentum(self) -> TrainingJobSpec:

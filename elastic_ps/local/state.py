@@ -197,7 +197,7 @@ class JobDirectory:
         """Change the wanted number of workers; returns the previous one.
 
         Raises:
-            UserError: the number is outside of the job's bounds.
+            UserError: the number is outside of the job's bounds, or its workers have fixed shares.
         """
         with self._editing():
             job = self.read_job()

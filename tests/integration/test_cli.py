@@ -410,6 +410,11 @@ BAD_INPUT = {
     "workers": (["run", "job.yaml", "--workers", "9"], {"worker": {"maxReplicas": 4}}, "maxReplicas 4"),
     "scale": (["run", "job.yaml", "--scale", "5:9"], {"worker": {"maxReplicas": 4}}, "--scale 5:9"),
     "scale twice": (["run", "job.yaml", "--scale", "5:1", "--scale", "5:2"], {}, "version 5 twice"),
+    "scale of fixed shares": (
+        ["run", "job.yaml", "--scale", "5:3"],
+        {"consistency": {"deterministic": True}},
+        "--scale 5:3: worker.replicas cannot change with consistency.deterministic",
+    ),
     "output": (["run", "job.yaml", "--output", "worker"], {}, "try worker-0, all or none"),
     "set": (["run", "job.yaml", "--set", "worker.replica=2"], {}, "did you mean 'replicas'?"),
     "scale syntax": (["run", "job.yaml", "--scale", "5"], {}, "VERSION:N"),

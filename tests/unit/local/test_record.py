@@ -30,6 +30,7 @@ from elastic_ps.local.report import change_labels, speeds, worker_steps
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.server.status import StatusServer
 from tests.testing import machine
+from tests.testing.launching import make_job
 
 
 def member(
@@ -211,6 +212,18 @@ def test_scaling_edits_only_the_number_of_workers_and_keeps_the_bounds(tmp_path:
             directory.scale(5)
         job.spec.worker.replicas = 4
         assert directory.read_job() == job
+
+
+def test_a_job_whose_workers_have_fixed_shares_is_not_scaled(tmp_path: Path) -> None:
+    directory = JobDirectory("fake", root=tmp_path)
+    with directory.claim():
+        directory.write_job(make_job(workers=2, spec={"consistency": {"deterministic": True}}))
+        with pytest.raises(UserError, match="cannot change with consistency"):
+            directory.scale(3)
+        assert directory.scale(2) == 2
+        even = {"deterministic": True, "globalBatchSize": 64}
+        directory.write_job(make_job(workers=2, spec={"consistency": even}))
+        assert directory.scale(3) == 2
 
 
 def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_path: Path) -> None:
