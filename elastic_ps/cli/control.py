@@ -21,7 +21,8 @@ from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local import script
 from elastic_ps.local.state import JobDirectory, LocalStatus, how_to_continue, known_jobs, start_time
 
-STOP_LIMIT = timedelta(seconds=60)
+STOP_LIMIT = timedelta(seconds=200)
+"""Longer than what workers and then parameter servers may take to end (`local.plan.Desired`)."""
 
 
 def status(parsed: argparse.Namespace) -> int:

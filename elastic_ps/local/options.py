@@ -12,7 +12,7 @@ from elastic_ps.contract.schemes import Scheme
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.mpi import Slots
-from elastic_ps.local.plan import ScaleAt, Verdict
+from elastic_ps.local.plan import LEAVE_GRACE, ScaleAt, Verdict
 from elastic_ps.local.processes import PORTS, Programs
 from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
@@ -47,6 +47,7 @@ class Options:
         on_worker_gone: called for worker processes that died; may block, since it has its own thread.
         ports: the ports that the parameter servers may listen on.
         finished_grace: how long a finished job waits for a worker that is stopped, or has not joined.
+        leave_grace: how long a worker may take to finish its step and leave, before it is killed.
     """
 
     schedule: tuple[ScaleAt, ...] = ()
@@ -65,6 +66,7 @@ class Options:
     on_worker_gone: WorkerGone = tell_parameter_server
     ports: range = PORTS
     finished_grace: timedelta = FINISHED_GRACE
+    leave_grace: timedelta = LEAVE_GRACE
 
 
 @dataclass(frozen=True)

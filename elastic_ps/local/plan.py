@@ -19,6 +19,8 @@ from elastic_ps.contract.deaths import Death, Kind, cause_of, describe_exit, kin
 from elastic_ps.contract.env import Role
 from elastic_ps.contract.words import amount
 
+LEAVE_GRACE = timedelta(minutes=1)
+
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
 
@@ -150,11 +152,11 @@ class Desired:
         fixed_workers: whether each worker has a share of the records that no other worker trains.
         schedule: changes of the number of workers that have not been made yet.
         start_limit: time for the parameter servers to answer.
-        leave_grace: time for a worker to leave while the job goes on.
-        close_grace: time for a worker to leave when the job is over or stopped.
+        leave_grace: time for a worker to finish its step and leave.
         checkpoint_grace: time for a parameter server to write its last checkpoint.
         answer_limit: time to wait, after the last worker has ended, for the final state of training.
         write_limit: time to wait, after that, for the last version to be on disk.
+        problem_limit: the same, if the parameter server has a problem.
         evaluator_grace: time for the evaluator to end after the last worker has ended; None: there is none.
         finished_grace: time for a worker to join when another one was done.
     """
@@ -168,11 +170,11 @@ class Desired:
     fixed_workers: bool = False
     schedule: tuple[ScaleAt, ...] = ()
     start_limit: timedelta = timedelta(seconds=120)
-    leave_grace: timedelta = timedelta(seconds=30)
-    close_grace: timedelta = timedelta(seconds=5)
-    checkpoint_grace: timedelta = timedelta(seconds=20)
+    leave_grace: timedelta = LEAVE_GRACE
+    checkpoint_grace: timedelta = timedelta(minutes=2)
     answer_limit: timedelta = timedelta(seconds=10)
     write_limit: timedelta = timedelta(minutes=10)
+    problem_limit: timedelta = timedelta(seconds=20)
     evaluator_grace: timedelta | None = None
     finished_grace: timedelta = FINISHED_GRACE
 
@@ -410,7 +412,7 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         if _evaluates(desired, observed) and now - last_end <= _grace(desired).total_seconds():
             return None
         if progress.unwritten:
-            limit = desired.checkpoint_grace if observed.problem else desired.write_limit
+            limit = desired.problem_limit if observed.problem else desired.write_limit
             if now - last_end <= limit.total_seconds():
                 return None
             return Verdict("Failed", "NotOnDisk", progress.not_on_disk(observed.problem))
@@ -532,7 +534,7 @@ def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -
         yield from (Kill(process.pid, observed.stop.why) for process in alive if not process.killed)
         return
     workers = [process for process in alive if process.role in ("worker", "evaluator")]
-    grace = desired.close_grace if workers else desired.checkpoint_grace
+    grace = desired.leave_grace if workers else desired.checkpoint_grace
     for process in workers or alive:
         yield from _end(process, grace, f"the job is over: {verdict.reason}", now)
 

@@ -285,6 +285,7 @@ class Launcher:
             fixed_workers=spec.consistency.fixed_workers,
             schedule=self._schedule,
             evaluator_grace=None if spec.evaluator is None else spec.evaluator.finish_timeout,
+            leave_grace=self.options.leave_grace,
             finished_grace=self.options.finished_grace,
         )
 

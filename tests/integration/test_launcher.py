@@ -334,7 +334,9 @@ def test_several_shards(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_ignores_the_request_and_all_it_started_are_killed(tmp_path: Path) -> None:
-    with launched(make_job(records=FOREVER, workers=1, stubborn=True, child=True), tmp_path) as launcher:
+    options = Options(root=tmp_path, programs=PROGRAMS, leave_grace=timedelta(seconds=0.5))
+    job = make_job(records=FOREVER, workers=1, stubborn=True, child=True)
+    with launched(job, tmp_path, options) as launcher:
         [pid] = training(launcher, 1).values()
         [child] = psutil.Process(pid).children()
         launcher.stop("enough")

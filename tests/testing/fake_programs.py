@@ -203,7 +203,7 @@ def call(address: str, path: str, **body: int) -> dict[str, Any]:
     return answer
 
 
-def join(address: str, index: int) -> int:
+def join(address: str, index: int, leaving: Alarm) -> int:
     """The server may have to start first."""
     deadline = time.monotonic() + 60
     while True:
@@ -212,7 +212,8 @@ def join(address: str, index: int) -> int:
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.02)
+            if leaving.wait(0.02):
+                sys.exit(exits.LEFT)
 
 
 def run_worker() -> int:
@@ -226,7 +227,7 @@ def run_worker() -> int:
         while not leaving.wait(1):
             pass
         return exits.LEFT
-    incarnation = join(address, index)
+    incarnation = join(address, index, leaving)
     print(f"worker {index} has {os.environ['OMP_NUM_THREADS']} threads")
     print(f"worker {index} runs on cores {sorted(os.sched_getaffinity(0))}")
     if variable("TRACE"):

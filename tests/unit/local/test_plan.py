@@ -419,15 +419,19 @@ def test_stopping_ends_workers_first_and_then_parameter_servers() -> None:
     concluded = verdict(worker(0), worker(1), stop=stop)
     assert (concluded.phase, concluded.reason) == ("Suspended", "Stopped")
 
-    def close(*workers: Process, at: float = NOW) -> list[tuple[type, int]]:
-        actions = plan(DESIRED, observed(*workers, stop=stop, verdict=concluded), at)
+    def close(*workers: Process, at: float = NOW, server: Process = SERVER) -> list[tuple[type, int]]:
+        seen = Observed(started=NOW, processes=(server, *workers), stop=stop, verdict=concluded)
+        actions = plan(DESIRED, seen, at)
         return [(type(a), a.pid) for a in actions if isinstance(a, (Terminate, Kill))]
 
     assert close(worker(0), worker(1)) == [(Terminate, 100), (Terminate, 101)]
     asked = (worker(0, asked=NOW), worker(1, asked=NOW))
-    assert close(*asked) == []
-    assert close(*asked, at=NOW + 6) == [(Kill, 100), (Kill, 101)]
-    assert close(ended(0, 0), ended(1, -9)) == [(Terminate, SERVER.pid)]
+    assert close(*asked, at=NOW + 59) == [], "they finish their step"
+    assert close(*asked, at=NOW + 61) == [(Kill, 100), (Kill, 101)]
+    gone, writes = (ended(0, 0), ended(1, -9)), replace(SERVER, asked=NOW)
+    assert close(*gone) == [(Terminate, SERVER.pid)]
+    assert close(*gone, at=NOW + 119, server=writes) == [], "it writes a checkpoint"
+    assert close(*gone, at=NOW + 121, server=writes) == [(Kill, SERVER.pid)]
 
 
 def test_stopping_at_once_kills_everything() -> None:
