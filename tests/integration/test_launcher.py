@@ -141,6 +141,36 @@ def test_a_job_goes_on_when_the_system_gives_no_process_for_a_moment(
     assert all("temporarily unavailable" in text for text in texts)
 
 
+def test_a_job_goes_on_when_the_home_is_read_only_while_a_worker_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_only = threading.Event()
+    broken = OSError(errno.EROFS, "Read-only file system")
+    machine.fails(monkeypatch, processes, "opened", broken, read_only.is_set)
+    with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
+        before = training(launcher, 2)
+        read_only.set()
+        os.kill(before[1], signal.SIGKILL)
+        events = launcher.record.events
+        [text] = eventually(
+            lambda: [event.text for event in events if "could not be started" in event.text], "a warning"
+        )
+        read_only.clear()
+        assert training(launcher, 2)[0] == before[0]
+    assert text.startswith("worker 1 could not be started")
+    assert "Read-only file system" in text
+
+
+def test_a_job_whose_first_process_cannot_be_started_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fails(monkeypatch, processes, "opened", OSError(errno.EROFS, "Read-only file system"))
+    with launched(make_job(), tmp_path) as launcher:
+        assert launcher.wait(timedelta(seconds=LIMIT))
+    assert launcher.status().phase == "Failed"
+    assert "Read-only file system" in launcher.status().message
+
+
 def test_a_job_goes_on_when_no_certificate_can_be_written_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
