@@ -294,8 +294,8 @@ class Slots:
                 `variables` name, on that rank's machine.
 
         Raises:
-            OSError: that rank's system refuses to start it.
-            ElasticPSError: that rank cannot start it, or does not answer.
+            OSError: that rank's system refuses to start it, or the rank does not answer.
+            ElasticPSError: that rank cannot start it.
         """
         running = [remote.rank for remote in self._processes.values() if remote.status is None]
         ranks = [1 + (index + offset) % self.count for offset in range(self.count)]
@@ -313,9 +313,10 @@ class Slots:
                     raise OSError(remote.errno, f"rank {rank}: {remote.problem}")
                 raise ElasticPSError(f"rank {rank} cannot start worker {index}: {remote.problem}")
             if time.monotonic() > deadline:
-                raise ElasticPSError(
-                    f"rank {rank} has not started worker {index} within {ANSWER.total_seconds():g} s"
-                )
+                self._refused[rank] += 1
+                remote.kill()  # the rank gets this order after the one to start it
+                seconds = ANSWER.total_seconds()
+                raise TimeoutError(f"rank {rank} has not started worker {index} within {seconds:g} s")
             time.sleep(0.001)
         self._refused[rank] = 0
         return remote
