@@ -225,12 +225,16 @@ class Launcher:
         """The supervisor thread. No process outlives it, whatever happens."""
         with contextlib.ExitStack() as last:
             last.callback(self._over.set)
-            self._lifeline, self._poller = Lifeline(), Poller(self._http)
-            self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
-            self._forks, own = self.options.forks, None
+            last.callback(self._finish)
+            last.enter_context(self._ports)
+            self._forks = self.options.forks
             try:
+                self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
+                last.callback(self._notices.shutdown, wait=True, cancel_futures=True)
+                self._poller = last.enter_context(contextlib.closing(Poller(self._http)))
+                self._lifeline = last.enter_context(contextlib.closing(Lifeline()))
                 if self._forks is None and self.options.programs.forkable:
-                    self._forks = own = ForkServer(self._variables())
+                    self._forks = last.enter_context(contextlib.closing(ForkServer(self._variables())))
                 while self._forks is not None and self._stop is None and not self._forks.ready(TICK):
                     pass
                 while self._observed.verdict is None or self._children:
@@ -242,13 +246,6 @@ class Launcher:
             finally:
                 for child in self._children.values():
                     child.kill()
-                if own is not None:
-                    own.close()
-                self._lifeline.close()
-                self._poller.close()
-                self._ports.close()
-                self._notices.shutdown(wait=True, cancel_futures=True)
-                self._finish()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -350,8 +347,9 @@ class Launcher:
             gone = self.options.on_worker_gone
             instance = self._instances[process.pid]
             addresses = self._reached_at(self._addresses)
-            own = self.issuer.own() if self.issuer is not None else None
-            self._notices.submit(gone, self.job.name, addresses, process.index, instance, own)
+            with contextlib.suppress(OSError, RuntimeError):  # else its lease ends
+                own = self.issuer.own() if self.issuer is not None else None
+                self._notices.submit(gone, self.job.name, addresses, process.index, instance, own)
         if status != 0 and not (process.killed or process.asked):
             said = cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
             last = said if process.ending != "killed" else []

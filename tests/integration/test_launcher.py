@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -256,6 +257,31 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
         assert [worker for worker, _ in eventually(lambda: told, "it is told")] == [1]
         assert any("SIGKILL" in event.text for event in launcher.record.events)
         assert launcher.status().failures == 0
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "error"),
+    [
+        (ThreadPoolExecutor, "submit", RuntimeError("can't start new thread")),
+        (Issuer, "own", OSError(errno.ESTALE, "Stale file handle")),
+    ],
+)
+def test_a_killed_worker_is_replaced_although_nobody_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: type, call: str, error: Exception
+) -> None:
+    with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
+        before = training(launcher, 2)
+        machine.fails(monkeypatch, where, call, error)
+        os.kill(before[1], signal.SIGKILL)
+        eventually(lambda: workers_of(launcher.status()).get(1) not in (None, before[1]), "a replacement")
+        assert workers_of(launcher.status())[0] == before[0]
+
+
+def test_a_launcher_that_gets_no_thread_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.fails(monkeypatch, supervisor, "Poller", RuntimeError("can't start new thread"))
+    with launched(make_job(), tmp_path) as launcher:
+        assert launcher.wait(timedelta(seconds=LIMIT))
+    assert (launcher.status().phase, launcher.status().message) == ("Failed", "can't start new thread")
 
 
 def test_a_server_that_is_started_again_is_told_which_version_was_on_disk(tmp_path: Path) -> None:
