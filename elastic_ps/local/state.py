@@ -278,7 +278,7 @@ class JobDirectory:
             path.unlink(missing_ok=True)
         for path in (self.logs, self.tls, *self.path.glob("trace-*")):
             shutil.rmtree(path, ignore_errors=True)
-        self.logs.mkdir()
+        self.logs.mkdir(exist_ok=True)  # NFS keeps a log that somebody reads
 
 
 def generation_of(job: TrainingJob) -> int:

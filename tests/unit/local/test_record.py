@@ -18,6 +18,7 @@ import pytest
 from elastic_ps.api.job import parse_job
 from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus
 from elastic_ps.api.traffic import Traffic
+from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration, member_line
@@ -265,6 +266,17 @@ def test_a_directory_that_cannot_be_kept_is_told_in_words(
     machine.fails(monkeypatch, where, call, OSError(errno.ENOLCK, "No locks available"))
     with pytest.raises(UserError, match=r"cannot keep the state of job 'j' in .*: No locks available"):
         JobDirectory("j", root=tmp_path).claim()
+
+
+def test_a_directory_whose_old_logs_cannot_be_removed_is_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS, a log that somebody reads stays as a file of another name."""
+    directory = JobDirectory("j", root=tmp_path)
+    files.unlock(directory.claim())
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    files.unlock(directory.claim())
+    assert directory.logs.is_dir()
 
 
 def test_a_loss_that_is_not_finite_is_left_out_of_the_curve() -> None:
