@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
 import signal
@@ -49,7 +50,8 @@ class Programs:
 
     def check(self, spec: TrainingJobSpec) -> list[str]:
         """The command that tries to import the entrypoints and the codecs with their arguments."""
-        return [*self.worker, "--check", spec.model_dump_json(by_alias=True, exclude_defaults=True)]
+        given = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        return [*self.worker, "--check", json.dumps(given)]  # model_dump_json would make infinity null
 
 
 class Lifeline:

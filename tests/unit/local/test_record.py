@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.api.job import parse_job
+from elastic_ps.api.job import parse_job, parse_spec
 from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus
 from elastic_ps.api.traffic import Traffic
 from elastic_ps.checkpoint import files
@@ -25,7 +25,7 @@ from elastic_ps.cli.words import duration, member_line
 from elastic_ps.errors import UserError
 from elastic_ps.local import JobDirectory, Record
 from elastic_ps.local.poller import fetch_loss
-from elastic_ps.local.processes import with_threads
+from elastic_ps.local.processes import Programs, with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, speeds, worker_steps
 from elastic_ps.local.trace import merge_traces
@@ -193,6 +193,11 @@ def test_traces_are_joined_without_lines_that_were_cut_off(tmp_path: Path) -> No
 def test_the_users_own_number_of_threads_is_kept() -> None:
     assert with_threads({"OMP_NUM_THREADS": "7"}, processes=3) == {"OMP_NUM_THREADS": "7"}
     assert with_threads({}, processes=10_000)["MKL_NUM_THREADS"] == "1"
+
+
+def test_a_script_is_checked_with_the_arguments_that_it_will_get() -> None:
+    spec = make_job(clip=math.inf, seed=10**30).spec
+    assert parse_spec(json.loads(Programs().check(spec)[-1]), source="test") == spec
 
 
 def test_scaling_edits_only_the_number_of_workers_and_keeps_the_bounds(tmp_path: Path) -> None:
