@@ -9,6 +9,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -60,8 +61,13 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     def tell(text: str) -> None:
         console.print(text, soft_wrap=True, markup=False)
 
+    def report(content: dict[str, Any]) -> None:
+        if parsed.report is not None:
+            write_atomically(parsed.report / "drill.json", json.dumps(content, indent=2) + "\n")
+
     def announce() -> None:
         tell(f"Seed {seed}: " + ", ".join(str(fault) for fault in faults))
+        report({"passed": False, "seed": seed, "command": command})  # in case it is interrupted
 
     with signals_end_the_process("the drill is not complete"):
         if parsed.histories:
@@ -76,9 +82,7 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
             result = run(job, faults, options=options, history=history, tell=tell)
     show(console, result)
     console.print(Text("Again: ", style="dim").append(command, style="not dim"), soft_wrap=True)
-    if parsed.report is not None:
-        report = build_report(result, seed=seed, command=command)
-        write_atomically(parsed.report / "drill.json", json.dumps(report, indent=2) + "\n")
+    report(build_report(result, seed=seed, command=command))
     return 0 if result.passed else 1
 
 

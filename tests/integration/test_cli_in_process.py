@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from elastic_ps.checkpoint import files
-from elastic_ps.cli import control
+from elastic_ps.cli import control, drill
 from elastic_ps.cli.view import PlainDisplay
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
 from tests.testing import machine
@@ -32,6 +33,25 @@ def test_a_display_that_fails_does_not_end_the_job(
     assert "the display has failed, and the job goes on without it" in done.stderr
     assert "ValueError: nothing can be drawn" in done.stderr
     assert "succeeded" in done.stdout
+
+
+def test_a_drill_that_was_interrupted_may_be_repeated(
+    tmp_path: Path, elastic_ps_here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, history: Path, **__: object) -> None:
+        history.mkdir(exist_ok=True)
+        (history / "ps-0-1.jsonl").touch()
+        raise SystemExit(130)
+
+    monkeypatch.setattr(drill, "run", interrupted)
+    (tmp_path / "script.py").write_text("def main(**arguments):\n    pass\n")
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(fake_document(records=800)))
+    for _ in range(2):
+        done = elastic_ps_here("drill", file, "--report", tmp_path / "out", "--seed", "7")
+        assert done.returncode == 130, done.stderr
+    report = json.loads((tmp_path / "out" / "drill.json").read_text())
+    assert (report["passed"], report["seed"]) == (False, 7)
 
 
 @pytest.fixture
