@@ -30,7 +30,7 @@ class Death:
     Attributes:
         kind: see `Kind`.
         cause: the cause in words. Deaths with the same cause are alike.
-        useful: whether it had done anything for the job: a step that is in the model, an answer. None if
+        useful: whether it had done anything for the job: a step in the model, values served. None if
             that is not known.
     """
 

@@ -48,7 +48,7 @@ class Process:
         exit: its exit status; negative: the signal that killed it. None while it is alive.
         starved: whether the kernel killed it, it seems, because the host had no memory left.
         output: the last lines of its output, if it failed.
-        useful: whether it has done anything for the job: a step in the model, or an answer.
+        useful: whether it has done anything for the job: a step in the model, or an answer with values.
         joined: whether it is or was a member of the job (workers only).
         stuck: why to kill a worker that the parameter server has given up; "" for others.
         overstays: why to kill a worker that keeps a finished job open; "" for others.

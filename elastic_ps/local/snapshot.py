@@ -99,7 +99,8 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     if process.role == "worker":
         member = member_of(process.index, process.pid, server)
         return member is not None and member.steps > 0
-    return process.alive and (process.role == "standby" or process.index in ready)
+    serves = server is not None and server.ready and process.index in ready
+    return process.alive and (process.role == "standby" or serves)
 
 
 def with_answers(

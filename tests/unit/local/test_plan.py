@@ -492,9 +492,13 @@ def test_what_makes_a_process_useful() -> None:
     assert not useful(ended(1, -11), server(steps=1, pid=102), frozenset())
     assert useful(worker(1, pid=2 * PIDS + 101), server(steps=1), frozenset()), "a worker of another host"
     assert not useful(worker(1), None, frozenset({1}))
-    assert useful(SERVER, None, frozenset({0}))
-    assert not useful(SERVER, None, frozenset({1}))
-    assert not useful(replace(SERVER, exit=-11), None, frozenset({0}))
+    ready = server(steps=0)
+    empty = ready.model_copy(update={"ready": False})
+    assert useful(SERVER, ready, frozenset({0}))
+    assert not useful(SERVER, empty, frozenset({0})), "it may die while it takes the first values"
+    assert not useful(SERVER, None, frozenset({0}))
+    assert not useful(SERVER, ready, frozenset({1}))
+    assert not useful(replace(SERVER, exit=-11), ready, frozenset({0}))
 
 
 def test_a_job_that_was_finished_ends_when_its_workers_find_nothing_to_train() -> None:
