@@ -126,6 +126,15 @@ class Progress(CamelModel):
         description="True once training is over: every record of every epoch is in the model or was skipped, "
         "or a script has stopped the training (see stopped).",
     )
+    chief: int | None = Field(
+        default=None,
+        description="After the training, the worker that evaluates and saves, until its script has ended.",
+    )
+    open_shares: list[int] = Field(
+        default_factory=list,
+        description="With a fixed share of the records for each worker (consistency.deterministic without "
+        "globalBatchSize): the workers that have records left.",
+    )
     stopped: str = Field(
         default="",
         description="The reason that a script gave to session.stop. Empty if no script has stopped the "
@@ -147,11 +156,6 @@ class Progress(CamelModel):
             f"a script stopped the training at version {self.version}, with {self.records_applied} of "
             f"{self.records_expected} records in the model: {self.stopped}"
         )
-
-    @property
-    def records_left(self) -> bool:
-        """Whether records are left to train, as far as is known."""
-        return self.records_expected is not None and not (self.finished or self.stopped)
 
     def share_left(self, worker: str) -> str:
         """The message of a job in which `worker` is done before its share, which no other worker trains."""
@@ -286,7 +290,8 @@ class MemberStatus(CamelModel):
         gone = self.gone_seconds or 0.0
         if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
             return f"it was declared hung ({self.reason}) and has not ended by itself for {gone:.0f} s"
-        if self.state == "lost" and progress_timeout and gone > progress_timeout.total_seconds():
+        limit = progress_timeout.total_seconds()
+        if self.state == "lost" and limit and not finished and gone > limit:
             return f"it was declared lost ({self.reason}) and has not come back for {gone:.0f} s"
         silent = gone if self.overdue_seconds is None else self.overdue_seconds
         if self.state == "lost" and finished and silent > FINISHED_GRACE.total_seconds():

@@ -90,6 +90,11 @@ class Chiefs:
         chief = self.of.get(last_epoch)
         return chief in live and chief != member.worker and last_epoch not in self.notified
 
+    def saves(self, last_epoch: int) -> int | None:
+        """The chief of the job's end; None if it has said goodbye, or there is none yet."""
+        told = self.notified.get(last_epoch)
+        return None if told is not None and told.outcome == "left" else self.of.get(last_epoch)
+
     def tell(self, member: Member, epoch: int) -> bool:
         """Whether the member evaluates and saves at the end of the epoch.
 

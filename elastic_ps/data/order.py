@@ -25,7 +25,7 @@ MOST_BLOCKS = 1 << 22
 """Each epoch's order of blocks is a list of 24 bytes for a block."""
 
 MOST_TEXT = 2_000_000
-"""The most bytes of an order's text, which goes with each request for records."""
+"""The most bytes of an order's text, which goes with a worker's first request for records."""
 
 _Numbers = npt.NDArray[np.int64]
 

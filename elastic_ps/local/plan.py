@@ -20,6 +20,8 @@ from elastic_ps.contract.env import Role
 from elastic_ps.contract.words import amount
 
 LEAVE_GRACE = timedelta(minutes=1)
+_FIXED_GRACE = timedelta(seconds=5)
+"""Of workers with fixed shares, whose step may wait for a worker that has left."""
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
@@ -345,7 +347,7 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
         or _parameter_server_silent(desired, observed, now)
         or _failed_too_often(desired, observed)
         or _workers_done(desired, observed, now)
-        or _share_left(desired, observed)
+        or _share_left(observed)
     )
 
 
@@ -432,12 +434,11 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
     )
 
 
-def _share_left(desired: Desired, observed: Observed) -> Verdict | None:
+def _share_left(observed: Observed) -> Verdict | None:
     """The verdict once a worker is done, but has left records that no other worker trains."""
-    if not (desired.fixed_workers and observed.progress.records_left):
-        return None
-    for worker in observed.latest("worker").values():
-        if worker.ending == "done" and (worker.ended or 0.0) < (observed.asked_at or 0.0):
+    for index, worker in observed.latest("worker").items():
+        ended = worker.ending == "done" and (worker.ended or 0.0) < (observed.asked_at or 0.0)
+        if ended and index in observed.progress.open_shares:
             return Verdict("Failed", "RecordsLeft", observed.progress.share_left(worker.name))
     return None
 
@@ -535,6 +536,8 @@ def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -
         return
     workers = [process for process in alive if process.role in ("worker", "evaluator")]
     grace = desired.leave_grace if workers else desired.checkpoint_grace
+    if workers and desired.fixed_workers:
+        grace = min(grace, _FIXED_GRACE)
     for process in workers or alive:
         yield from _end(process, grace, f"the job is over: {verdict.reason}", now)
 

@@ -97,11 +97,16 @@ _MAY_PASS = {
     errno.ENOSPC,
     errno.EDQUOT,
 }
+_OF_DISKS = {errno.EROFS, errno.EIO, errno.ESTALE}
 
 
-def may_pass(error: OSError) -> bool:
-    """Whether an error may pass: a lack of processes, memory, descriptors or disk space."""
-    return error.errno in _MAY_PASS
+def may_pass(error: OSError, *, ran: bool) -> bool:
+    """Whether an error may pass: a lack of processes, memory, descriptors, disk space or time.
+
+    `ran`: a process has run here, so a disk that fails may come back, too.
+    """
+    known = error.errno in _MAY_PASS or (ran and error.errno in _OF_DISKS)
+    return known or isinstance(error, TimeoutError)
 
 
 def opened(log: Path) -> BinaryIO:

@@ -438,7 +438,7 @@ class Launcher:
             environment = self._environment(action)
             child = self._start(action, environment)
         except OSError as error:
-            if not (may_pass(error) or self._observed.of(action.role)):  # else one has run here
+            if not may_pass(error, ran=bool(self._observed.of(action.role))):
                 raise
             self._start_at[action.name] = now + START_PAUSE.total_seconds()
             again = f"it is tried again every {START_PAUSE.total_seconds():g} s"

@@ -181,6 +181,8 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
             "eta_seconds": round(left / steady) if steady else None,
             "finished": state.finished,
             "stopped": state.stopped,
+            "chief": state.chiefs.saves(state.ledger.epochs - 1) if state.finished else None,
+            "open_shares": sorted(state.required),
         }
     )
 

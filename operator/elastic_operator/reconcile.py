@@ -55,7 +55,6 @@ from elastic_operator.status import (
     judged,
     member_statuses,
     model_lost,
-    owed,
     turned,
     with_condition,
     with_counts,
@@ -402,12 +401,12 @@ def _workers(
     there = {pod.index: pod for pod in observed.of("worker")}
     # If a finished job is resumed, one worker has to find out that nothing is left.
     finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
-    ends = owed(observed) if finished else frozenset()
+    chief = status.progress.chief if finished else None  # its replacement evaluates and saves
     wanted, servers = desired.workers(observed), desired.spec.parameter_server.replicas
     # Without its servers, a worker would wait in vain, and fail.
     stranded = "ps" in desired.withheld and len(observed.of("ps")) < servers
     for index in wanted:
-        if index not in there and (not finished or index in ends) and not stranded:
+        if index not in there and (not finished or index == chief) and not stranded:
             reason = f"the job asks for {amount(desired.replicas, 'worker')}"
             yield from _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):
@@ -422,9 +421,9 @@ def _workers(
             yield DeletePod.of(pod, why.message, told=pod.uid in status.worker.counted_pods)
         elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {amount(desired.replicas, 'worker')}")
-        elif pod.active and finished and pod.unbegun and index not in ends:
+        elif pod.active and finished and pod.unbegun and index != chief:
             yield DeletePod.of(pod, "the training is finished, and its container has not started")
-        elif pod.active and finished and index not in ends and _stays_out(pod, observed, now):
+        elif pod.active and finished and index != chief and _stays_out(pod, observed, now):
             yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
         elif pod.stuck and desired.renewable(pod):
             yield DeletePod.of(pod, MENDED)

@@ -109,16 +109,6 @@ def member_statuses(pod: Pod, observed: Observed, now: datetime) -> list[MemberS
     ]
 
 
-def owed(observed: Observed) -> frozenset[int]:
-    """The workers whose processes were members when the training ended. One of them may have to save."""
-    if observed.server is None:
-        return frozenset()
-    latest = {each.worker: each for each in sorted(observed.server.members, key=lambda m: m.incarnation)}
-    last = observed.server.progress.version
-    ends = (each for each in latest.values() if each.state != "left" and each.left_version in (None, last))
-    return frozenset(each.worker for each in ends)
-
-
 def _last_seen(member: MemberStatus, now: datetime) -> datetime:
     if member.gone_seconds is not None:
         return now - timedelta(seconds=member.gone_seconds)

@@ -12,8 +12,8 @@ from elastic_operator.desired import Desired
 from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
-from elastic_operator.status import RECOVERING, condition, holds, member_statuses, owed, with_condition
-from elastic_ps.api.status import LEFT_EARLY, NOT_EVALUATED, TrainingJobStatus
+from elastic_operator.status import RECOVERING, condition, holds, member_statuses, with_condition
+from elastic_ps.api.status import LEFT_EARLY, NOT_EVALUATED, Progress, TrainingJobStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 WRITE_LIMIT = timedelta(minutes=10)
@@ -51,7 +51,7 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
             f"restart the job: `{names.restart_command(desired.name)}`"
         )
         return Verdict("Failed", Problem("DeadlineExceeded", message))
-    return _workers_done(status, desired, observed, now) or _share_left(desired, observed)
+    return _workers_done(status, desired, observed, now) or _share_left(observed)
 
 
 def _diverged(desired: Desired, observed: Observed) -> Problem | None:
@@ -70,8 +70,8 @@ def _workers_done(
     if not workers or any(pod.ending != "done" for pod in workers):
         return None
     if progress.finished:
-        if owed(observed) & {*desired.workers(observed)} - {pod.index for pod in workers}:
-            return None  # its replacement comes
+        if progress.chief in {*desired.workers(observed)} - {pod.index for pod in workers}:
+            return None  # its replacement comes, to evaluate and save
         evaluator = desired.spec.evaluator
         left = timedelta(0)
         if evaluator is not None and _evaluates(observed):
@@ -102,13 +102,13 @@ def _workers_done(
     )
 
 
-def _share_left(desired: Desired, observed: Observed) -> Verdict | None:
+def _share_left(observed: Observed) -> Verdict | None:
     """How the job ends when a worker is done, but has left records that no other worker trains."""
-    server = observed.server
-    done = [pod for pod in observed.of("worker") if pod.ending == "done" and pod.deleting is None]
-    if not (desired.spec.consistency.fixed_workers and done and server and server.progress.records_left):
-        return None
-    return Verdict("Failed", Problem("RecordsLeft", server.progress.share_left(done[0].name)))
+    progress = observed.server.progress if observed.server is not None else Progress()
+    for pod in observed.of("worker"):
+        if pod.ending == "done" and pod.deleting is None and pod.index in progress.open_shares:
+            return Verdict("Failed", Problem("RecordsLeft", progress.share_left(pod.name)))
+    return None
 
 
 def _without_last_version(status: TrainingJobStatus, observed: Observed, now: datetime) -> Verdict | None:

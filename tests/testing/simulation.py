@@ -226,9 +226,9 @@ def named(plan: Plan) -> list[str]:
     return [action.name for action in plan.actions if isinstance(action, Create | DeletePod)]
 
 
-def finish(simulation: Simulation) -> None:
-    """The parameter server says that every record is in the model."""
-    progress = Progress(finished=True, records_expected=10, records_applied=10, percent=100)
+def finish(simulation: Simulation, *, chief: int | None = None) -> None:
+    """The parameter server says that every record is in the model, and who has to save."""
+    progress = Progress(finished=True, records_expected=10, records_applied=10, percent=100, chief=chief)
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
 
 

@@ -343,25 +343,32 @@ def test_the_end_when_every_worker_has_ended_well(progress: Progress, phase: str
 
 
 SHARES = replace(DESIRED, fixed_workers=True)
+LEFT = HALF.model_copy(update={"open_shares": [0, 1]})
 
 
 def test_a_worker_that_leaves_records_of_its_fixed_share_fails_the_job() -> None:
-    failed = verdict(worker(0), ended(1, 0), desired=SHARES, progress=HALF)
+    failed = verdict(worker(0), ended(1, 0), desired=SHARES, progress=LEFT)
     assert (failed.phase, failed.reason) == ("Failed", "RecordsLeft")
     assert failed.message.startswith("worker 1 has ended its script, but only 50 of 100 records")
     assert "session.stop(reason)" in failed.message
 
 
-@pytest.mark.parametrize(
-    "progress",
-    [FINISHED, STOPPED, HALF.model_copy(update={"stopped": "no improvement"}), Progress(version=3)],
-)
-def test_a_worker_is_done_with_its_fixed_share_when_training_is_over(progress: Progress) -> None:
-    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=progress), NOW) == []
+def test_a_worker_may_be_done_with_its_fixed_share_before_the_others() -> None:
+    others = HALF.model_copy(update={"open_shares": [0]})
+    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=others), NOW) == []
+
+
+def test_workers_with_fixed_shares_have_less_time_to_leave() -> None:
+    """A step of theirs may wait for a worker that has left."""
+    asked = replace(worker(0), asked=NOW)
+    seen = Observed(started=NOW, processes=(SERVER, asked), verdict=Verdict("Failed", "RecordsLeft", ""))
+    assert plan(DESIRED, seen, NOW + 6) == []
+    (kill,) = plan(SHARES, seen, NOW + 6)
+    assert isinstance(kill, Kill)
 
 
 def test_a_worker_with_a_fixed_share_is_judged_by_an_answer_from_after_its_end() -> None:
-    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=HALF, asked_at=NOW - 2), NOW) == []
+    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=LEFT, asked_at=NOW - 2), NOW) == []
 
 
 def test_the_end_is_judged_by_an_answer_from_after_the_last_worker() -> None:

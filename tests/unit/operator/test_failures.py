@@ -183,45 +183,38 @@ def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done
 
 def test_a_lost_worker_that_still_calls_may_evaluate_and_save_when_the_training_is_done() -> None:
     lost = lost_member(5).model_copy(update={"gone_seconds": 300.0, "overdue_seconds": -8.0})
-    assert lost.to_be_killed(timedelta(0), finished=True) == ""
-    assert "has not come back for 300 s" in lost.to_be_killed(timedelta(seconds=60), finished=True)
+    limit = timedelta(seconds=60)
+    assert lost.to_be_killed(limit, finished=True) == ""
+    assert "has not come back for 300 s" in lost.to_be_killed(limit, finished=False)
     silent = lost.model_copy(update={"overdue_seconds": 61.0})
-    assert "has not answered for 61 s" in silent.to_be_killed(timedelta(0), finished=True)
+    assert "has not answered for 61 s" in silent.to_be_killed(limit, finished=True)
 
 
-@pytest.mark.parametrize("state", ["training", "lost"])
-def test_a_worker_that_fails_while_it_saves_is_replaced(state: str) -> None:
-    """The others are done. Its replacement is not deleted for coming late, and the job waits for it."""
+def test_a_chief_that_fails_while_it_saves_is_replaced() -> None:
+    """The job waits for it, also if its container starts late and the server is silent for a while."""
     simulation = running(worker={"replicas": 2})
-    finish(simulation)
-    assert simulation.server is not None
-    version = simulation.server.progress.version
-    left = None if state == "training" else version
-    done = lost_member(5, index=0, state="left", left_version=version)
-    saves = lost_member(5, state=state, left_version=left)
-    simulation.server = simulation.server.model_copy(update={"members": [done, saves]})
+    finish(simulation, chief=1)
     simulation.end("digits-worker-0", 0)
     old = simulation.pods["digits-worker-1"]["metadata"]["uid"]
     simulation.end("digits-worker-1", 1)
-    for _ in range(20):
+    for seconds in range(20):
+        server, simulation.server = simulation.server, None if seconds % 3 else simulation.server
         simulation.step()
+        simulation.server = server
         simulation.now += timedelta(seconds=5)
     assert simulation.status["phase"] == "Running"
     assert simulation.pods["digits-worker-1"]["metadata"]["uid"] != old
-    again = lost_member(0, state="left", left_version=version, incarnation=2)
-    simulation.server = simulation.server.model_copy(update={"members": [done, saves, again]})
+    finish(simulation)
     simulation.end("digits-worker-1", 0)
     simulation.settle()
     assert simulation.status["phase"] == "Succeeded"
 
 
-def test_a_worker_that_was_lost_before_the_end_of_the_training_is_not_replaced_after_it() -> None:
+@pytest.mark.parametrize("chief", [None, 0, 2])
+def test_a_worker_that_has_nothing_to_save_is_not_replaced_after_the_training(chief: int | None) -> None:
+    """2: it was the chief, but the job was scaled down."""
     simulation = running(worker={"replicas": 2})
-    finish(simulation)
-    assert simulation.server is not None
-    progress = simulation.server.progress.model_copy(update={"version": 9})
-    members = [lost_member(5, index=0, state="left", left_version=9), lost_member(5, left_version=8)]
-    simulation.server = simulation.server.model_copy(update={"members": members, "progress": progress})
+    finish(simulation, chief=chief)
     simulation.end("digits-worker-0", 0)
     simulation.end("digits-worker-1", 1)
     simulation.settle()

@@ -21,6 +21,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
+from elastic_ps.server.status import progress
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.coordinator import Asked, AskedShardZero, finish, start, take
 from tests.testing.polling import LIMIT, eventually
@@ -163,6 +164,7 @@ def test_a_worker_that_leaves_before_it_is_told_leaves_it_to_another_one(server:
     server.coordinator.leave(0, members[0].incarnation, call=100)
     server.store.room = True
     assert told(lambda: take(server.coordinator, members[1], call=1)) == (True, True)
+    assert progress(server.coordinator.job.state, 0, None).chief == 1
 
 
 def test_a_process_in_the_place_of_one_that_has_left_is_not_the_chief_of_its_epoch(server: Server) -> None:
@@ -172,7 +174,10 @@ def test_a_process_in_the_place_of_one_that_has_left_is_not_the_chief_of_its_epo
         return server.coordinator.is_chief(member.worker, member.incarnation, epoch=0)
 
     assert [is_chief(first), is_chief(other), is_chief(first)] == [True, False, True]
+    chiefs = server.coordinator.job.state.chiefs
+    assert chiefs.saves(0) == 0
     server.coordinator.leave(0, first.incarnation, call=1)
+    assert chiefs.saves(0) is None
     assert not is_chief(start(server.coordinator, 0, instance="b", call=1))
 
 
@@ -180,6 +185,7 @@ def test_a_process_in_the_place_of_one_that_was_lost_is_the_chief_of_its_epoch(s
     first = start(server.coordinator, 0, instance="a", call=1)
     assert server.coordinator.is_chief(0, first.incarnation, epoch=0)
     server.coordinator.gone(0, "a")
+    assert server.coordinator.job.state.chiefs.saves(0) == 0
     second = start(server.coordinator, 0, instance="b", call=1)
     assert server.coordinator.is_chief(0, second.incarnation, epoch=0)
 

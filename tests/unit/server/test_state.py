@@ -319,6 +319,7 @@ def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, shares
     if shares:
         state.ledger = FixedSchedule(1000, 1, 10, shares)
     members = [join(state, worker) for worker in range(2)]
+    assert status.progress(state, 0, None).open_shares == [*range(shares)]
     state.stopped = "no improvement"
     assert not state.finished
     assert state.take(0, members[0].incarnation, 10) == []
