@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps.checkpoint import files
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, UserError
+from elastic_ps.errors import CheckpointCorrupt, UserError
 
 FILE = "evaluations.json"
 LIMIT = 1 << 26
@@ -38,10 +38,14 @@ def read(directory: Path) -> dict[str, Any] | None:
 
 
 def kept(directory: Path) -> frozenset[int]:
-    """The best version, as an evaluator of an earlier job on this directory found it. Blocks for the disk."""
+    """The best version, as an evaluator of an earlier job on this directory found it. Blocks for the disk.
+
+    Raises:
+        StorageUnavailable: it cannot be read at the moment.
+    """
     try:
         return frozenset([best_version(directory)])
-    except (CheckpointError, UserError):
+    except (CheckpointCorrupt, UserError):
         return frozenset()
 
 

@@ -228,13 +228,17 @@ class Client:
         """This worker is about to end: from now on failing calls are repeated for `goodbye` only."""
         self._patience = self.limits.goodbye
 
-    def leave(self, *, lost: bool) -> None:
+    def leave(self, *, in_step: bool, failed: bool) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only.
 
-        If it is `lost`, a step that has begun is void, and a chief has not done its work.
+        Args:
+            in_step: a step has begun, which is void by that.
+            failed: the script has failed: a chief has not done its work.
         """
         self.hasten()
-        if lost:
+        if failed and not in_step:
+            self.ask(calls.RELEASE, pb.ReleaseRequest())  # so the round of the others goes on
+        if failed or in_step:
             self.ask(
                 calls.GONE, pb.GoneRequest(job=self.member_id.job, worker=self.worker, instance=self.instance)
             )

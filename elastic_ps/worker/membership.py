@@ -441,16 +441,12 @@ class Membership:
         self.client.expect_to_leave()
         self.world.propose(DRAIN, "asked to leave")
 
-    def leave(self, *, lost: bool) -> None:
-        """Say goodbye and close the connections; what this worker holds goes to others.
-
-        Args:
-            lost: see `Client.leave`.
-        """
+    def leave(self, *, in_step: bool, failed: bool) -> None:
+        """Say goodbye and close the connections; see `Client.leave`."""
         if self._heartbeat is not None:
             self._heartbeat.close()
             try:
-                self.client.leave(lost=lost)
+                self.client.leave(in_step=in_step, failed=failed)
             except ElasticPSError as error:
                 logger.info("the parameter server could not be told that this worker leaves: %s", error)
         self.client.close()

@@ -141,7 +141,7 @@ class Runtime(Membership):
                 strategy.hand_over()
             except ElasticPSError as error:
                 logger.info("this worker's last changes could not be sent to the parameter server: %s", error)
-        self.leave(lost=in_step or failed)
+        self.leave(in_step=in_step, failed=failed)
         if strategy is not None:
             strategy.close()
         if self.local is not None:

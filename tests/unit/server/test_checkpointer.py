@@ -29,6 +29,7 @@ from elastic_ps.evaluation import results
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import SLOWEST, ServerLimits
 from elastic_ps.server.orders import Written
+from tests.testing import machine
 from tests.testing.polling import eventually
 
 STATE = {"tensors": [], "optimizer": "SGD"}
@@ -230,6 +231,25 @@ def test_the_best_version_of_an_earlier_evaluator_is_kept(store: Store, checkpoi
     for version in range(1, 5):
         keep(store, checkpoints, version)
     assert store.versions() == [1, 3, 4]
+
+
+def test_nothing_is_deleted_while_it_is_not_known_which_version_is_the_best(
+    store: Store, checkpoints: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store.directory / results.FILE).write_text(json.dumps({"best": 1}))
+    for version in (1, 2):
+        keep(store, checkpoints, version)
+    away = StorageUnavailable("Input/output error")
+    unreadable = iter((True, False))
+    machine.fails(monkeypatch, files, "read_text_if_any", away, lambda: next(unreadable, False))
+    number = checkpoints.number()
+    checkpoints.begin(3, 1.0, dict(STATE), number=number)
+    file = store.write_shard(checkpoints.term, 3, 0, 1, iter(()), number=number)
+    checkpoints.part(0, Written(checkpoints.term, number, 3, file, "", timedelta(0)))
+    eventually(lambda: not checkpoints.writing, "the checkpoint is given up")
+    assert "Input/output error" in checkpoints.failure
+    keep(store, checkpoints, 4)
+    assert store.versions() == [1, 2, 4]
 
 
 def test_checkpoints_that_have_gone_are_waited_for(store: Store, checkpoints: Checkpointer) -> None:

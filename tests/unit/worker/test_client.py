@@ -58,7 +58,7 @@ def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     member = Membership(environment().spec, client, on_joined=lambda: told.append("joined"))
     assert told == []
     member.join(described, Settings(()))
-    member.leave(lost=False)
+    member.leave(in_step=False, failed=False)
     assert told == ["joined"]
 
 
