@@ -157,7 +157,6 @@ class MemberCalls:
             layout=state.model.message,
             initialise=initialise,
             lease_ms=round(self._job.spec.worker.lease_duration.total_seconds() * 1000),
-            settings=state.settings_of_version.to_json(),
             tuning=self._job.mutable.to_json(),
             codecs=Plan(self._job.spec.compression).names,
             crowded=state.bucket_bytes > LARGEST,

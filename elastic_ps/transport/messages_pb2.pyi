@@ -127,14 +127,13 @@ class Link(_message.Message):
     def __init__(self, rate: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning", "codecs", "measure", "crowded")
+    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "pending", "tuning", "codecs", "measure", "crowded")
     TERM_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     INITIALISE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     TUNING_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
@@ -146,13 +145,12 @@ class JoinReply(_message.Message):
     layout: Layout
     initialise: bool
     lease_ms: int
-    settings: str
     pending: bool
     tuning: str
     codecs: _containers.RepeatedScalarFieldContainer[str]
     measure: bool
     crowded: bool
-    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., measure: bool = ..., crowded: bool = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., pending: bool = ..., tuning: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., measure: bool = ..., crowded: bool = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("caller",)
