@@ -43,7 +43,7 @@ from benchmarks.soak_modes import MODES
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJob, parse_job
 from elastic_ps.contract.env import Role
-from elastic_ps.contract.schemes import WITHOUT_RANKS, Scheme
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.wire import Wires
@@ -62,7 +62,7 @@ LEAST = 1e-9
 QUIET = 85.0
 """Per cent of the records from which on nothing more is broken, so that the job can end."""
 
-TRANSPORTS = WITHOUT_RANKS
+TRANSPORTS: tuple[Scheme, ...] = ("shm", "tcp", "grpc")
 
 Kind: TypeAlias = Literal[
     "kill-worker", "kill-ps", "kill-standby", "freeze-worker", "freeze-ps", "reset", "rescale", "change"

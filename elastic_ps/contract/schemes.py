@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 Scheme = Literal["shm", "tcp", "grpc", "mpi"]
 """The transports, which `transport.ways` explains."""
-
-WITHOUT_RANKS: tuple[Scheme, ...] = tuple(scheme for scheme in get_args(Scheme) if scheme != "mpi")
-"""The transports that need no `mpirun`."""
 
 
 def is_loopback(host: str) -> bool:
