@@ -170,13 +170,11 @@ class PushLog:
         wanted = set(contributors)
         return all(self.added.get(b, set()) == wanted and b not in self.adding for b in buckets)
 
-    def open(self, *, version: int, attempt: int, expected: Mapping[int, int]) -> bool:
-        """Set the open round. Returns whether to drop the sums, since the round or attempt is another one."""
-        void = (version, attempt) != (self.version, self.attempt)
-        self.version, self.attempt, self.expected = version, attempt, expected
-        if void:
+    def open(self, *, version: int, attempt: int, expected: Mapping[int, int]) -> None:
+        """Set the open round. If the round or attempt is another one, the sums are void."""
+        if (version, attempt) != (self.version, self.attempt):
             self.added.clear()
             self.weights.clear()
             self.asked.clear()
             self.adding.clear()
-        return void
+        self.version, self.attempt, self.expected = version, attempt, expected
