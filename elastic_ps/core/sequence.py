@@ -6,7 +6,6 @@ starts again, so it does not grow with time.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -25,13 +24,6 @@ class PushKey(NamedTuple):
     bucket: int
     version: int
     attempt: int
-
-
-class Verdict(enum.Enum):
-    """The answer to a push that is not refused."""
-
-    ADD = "add"
-    DUPLICATE = "duplicate"
 
 
 @dataclass
@@ -61,8 +53,8 @@ class PushLog:
     asked: set[tuple[int, int]] = field(default_factory=set)
     adding: set[int] = field(default_factory=set)
 
-    def decide(self, key: PushKey) -> Verdict:
-        """Whether to add the push, or it was added already.
+    def decide(self, key: PushKey) -> bool:
+        """Whether to add the push. Returns False if it was added already.
 
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
@@ -76,14 +68,14 @@ class PushLog:
             )
         added = self.added.get(key.bucket, set())
         if (key.worker, key.incarnation, key.step) in added:
-            return Verdict.DUPLICATE
+            return False
         for worker, incarnation, step in () if self.several else added:
             if worker == key.worker:
                 raise Refused(
                     RefusalCode.STALE_INCARNATION,
                     f"this round has step {step} of worker {worker} with incarnation {incarnation} already",
                 )
-        return Verdict.ADD
+        return True
 
     def require_open(self, key: PushKey) -> None:
         """Raise Refused (STALE_TERM, STALE_ATTEMPT, WRONG_VERSION) unless the push is for the open round."""

@@ -35,7 +35,7 @@ from elastic_ps.codec.rows import Rows
 from elastic_ps.codec.state import Beside, Catching, Part, Snapshot, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.sequence import PushKey, PushLog, Verdict
+from elastic_ps.core.sequence import PushKey, PushLog
 from elastic_ps.core.settings import Application, clip_divisor
 from elastic_ps.core.weights import is_weight
 from elastic_ps.embedding.followed import FollowingTables
@@ -280,7 +280,7 @@ class Shard:
             may_go_on = self._round.wait(
                 lambda: slot not in self._receiving and self._may_add(key), on=self._round.added
             )
-            if self._log.decide(key) is Verdict.DUPLICATE:
+            if not self._log.decide(key):
                 return False
             if not may_go_on:
                 whose = f"worker {key.worker} in bucket {key.bucket}"
@@ -317,7 +317,7 @@ class Shard:
         """Call `add` with the bucket and whether it begins a new sum. See `push`."""
         with self._adding[key.bucket]:
             with self._lock:
-                if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
+                if not self._log.decide(key):  # raises if the round has started again
                     return False
                 values, first = self._buckets[key.bucket], not self._log.added.get(key.bucket)
                 self._log.begin(key)

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Members
-from elastic_ps.core.sequence import PushKey, PushLog, Verdict
+from elastic_ps.core.sequence import PushKey, PushLog
 from elastic_ps.core.stages import Stage
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.state import JobState
@@ -173,11 +173,11 @@ class Job(RuleBasedStateMachine):
         )
         takes_part = self.is_member(process) and rounds.takes_part(process.worker)
         try:
-            verdict = log.decide(key)
+            new = log.decide(key)
         except Refused:
             assert attempt < rounds.attempt or not takes_part, "a member that takes part is refused"
             return
-        if verdict is Verdict.ADD:
+        if new:
             assert takes_part, "a ghost is in the sums"
             log.add(key)
             process.pushed.add((shard, rounds.version, attempt))
