@@ -241,14 +241,7 @@ class Shard:
             self._check_sender(worker, incarnation, version)
             self._buckets[index].take_state(piece, state)
 
-    def push(
-        self,
-        key: PushKey,
-        weight: float,
-        present: Sequence[bool],
-        incoming: Incoming,
-        sent: Payload | None = None,
-    ) -> bool:
+    def push(self, key: PushKey, weight: float, sent: Payload, incoming: Incoming) -> bool:
         """Add a worker's bucket to the open round. Returns False if it had been added before.
 
         A push of a bucket without any gradient may have no body.
@@ -256,16 +249,16 @@ class Shard:
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
         Args:
-            sent: the encoding that the worker names; None: the values are not encoded.
+            sent: the worker's description of the push, without a body.
 
         Raises:
             Refused: see `PushLog.decide` and `Decoder.open`; MALFORMED; NOT_FINITE; NOT_READY, NOT_YOUR_TURN:
                 push again. The sums are unchanged.
         """
-        bucket = self.bucket(key.bucket)
+        bucket, present = self.bucket(key.bucket), sent.present
         absent = bucket.rule is Rule.GRADIENT and bool(present) and not any(present)
         empty = absent and not incoming.size
-        encoded = self._decoder.open(bucket, sent, incoming, worker=key.worker) if sent is not None else None
+        encoded = self._decoder.open(bucket, sent, incoming, worker=key.worker)
         fits = empty or encoded is not None or incoming.size == bucket.nbytes
         if not fits or (present and len(present) != len(bucket.pieces)):
             raise Refused(

@@ -82,7 +82,7 @@ class ShardService:
         if shard.term != key.term:  # a new term may have begun, with other encodings
             raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
         sent = from_message(Payload, request, body=EMPTY)
-        return shard.push(key, request.weight, sent.present, incoming, sent)
+        return shard.push(key, request.weight, sent, incoming)
 
     @answers(calls.PULL)
     def _pull(self, request: pb.PullRequest, _: Incoming) -> Iterator[Frame]:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,9 @@ SYNC = Consistency()
 
 HASTY = ServerLimits(shard_answer=timedelta(milliseconds=100))
 """A shard's blocked calls give up soon."""
+
+PLAIN = Payload(memoryview(b""), plain=True)
+"""Describes a push that is not encoded."""
 
 
 class Body:
@@ -149,7 +153,8 @@ class Rig:
         **change: int,
     ) -> bool:
         body = values if isinstance(values, Body) else Body(values)
-        return self.shard.push(self.key(worker, bucket, **change), samples, present, body)
+        sent = replace(PLAIN, present=present)
+        return self.shard.push(self.key(worker, bucket, **change), samples, sent, body)
 
     def application(self, *workers: int, samples: float) -> Application:
         contributors = [(w, 10 + w, self.version) for w in workers]

@@ -53,7 +53,7 @@ class Pushing:
 
     def push(self, worker: int, payload: Payload, samples: int = 1) -> bool:
         key = self.rig.key(worker)
-        return self.rig.shard.push(key, samples, payload.present, body_of(payload), payload)
+        return self.rig.shard.push(key, samples, payload, body_of(payload))
 
     def refused(self, worker: int, payload: Payload) -> Refused:
         """Refuses, and leaves the sum as it is."""

@@ -138,7 +138,7 @@ class Table:
 
     def push(self, worker: int, payload: Payload) -> bool:
         key = self.rig.key(worker)
-        return self.rig.shard.push(key, 1, payload.present, body_of(payload), payload)
+        return self.rig.shard.push(key, 1, payload, body_of(payload))
 
     def encoded(self, numbers: list[int]) -> Payload:
         return self.encoder.encode(self.bucket, Rows.of(sparse(numbers)), (), step=0, version=0)

@@ -25,7 +25,7 @@ from elastic_ps.server.status import progress
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.coordinator import Asked, AskedShardZero, finish, start, take
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.shard import Body
+from tests.testing.shard import PLAIN, Body
 
 
 class Disk(Store):
@@ -97,7 +97,7 @@ class Server:
             version=taken.version,
             attempt=self.coordinator.job.state.rounds.attempt,
         )
-        self.node.shard.push(key, 10, (), Body(torch.ones(4)))
+        self.node.shard.push(key, 10, PLAIN, Body(torch.ones(4)))
 
     def skip_all(self, member: Member, *, call: int) -> pb.TakeReply:
         """A worker leaves all records out that there are, until it is told of the end."""

@@ -37,7 +37,7 @@ from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.shard import Body, tensor
+from tests.testing.shard import PLAIN, Body, tensor
 
 
 class InstantStore(Store):
@@ -80,7 +80,7 @@ def test_a_checkpoint_keeps_the_master_of_half_precision_values(tmp_path: Path) 
     def step(node: Node, version: int) -> None:
         node.advance(Advance(version, 0, {0: 1}, term=term))
         key = PushKey(term=term, worker=0, incarnation=1, step=version, bucket=0, version=version, attempt=0)
-        node.shard.push(key, 1, (), Body(one))
+        node.shard.push(key, 1, PLAIN, Body(one))
         apply = Application(0, [(0, 1, version)], 1, settings)
         node.advance(Advance(version + 1, 0, {0: 1}, apply, term=term))
 
@@ -177,7 +177,7 @@ def configure(node: Node, *, term: int, order: OrderId | None = None) -> None:
 
 def push(node: Node, version: int) -> None:
     key = PushKey(term=1, worker=0, incarnation=1, step=version, bucket=0, version=version, attempt=0)
-    node.shard.push(key, 1, (), Body(torch.ones(4)))
+    node.shard.push(key, 1, PLAIN, Body(torch.ones(4)))
 
 
 def application(version: int) -> Application:
@@ -514,7 +514,7 @@ def test_a_history_tells_the_values_of_each_version_that_was_made_or_kept(tmp_pa
         node.advance(Advance(0, 0, {0: 1}, term=1))
         node.shard.initialise(trained.index, 0, 1, Body(torch.zeros(4)))
         key = PushKey(term=1, worker=0, incarnation=1, step=0, bucket=trained.index, version=0, attempt=0)
-        node.shard.push(key, 1, (), Body(torch.ones(4)))
+        node.shard.push(key, 1, PLAIN, Body(torch.ones(4)))
         node.advance(Advance(1, 0, {0: 1}, application(0), term=1))
         node.advance(Advance(1, 0, {0: 1}, application(0), term=1))
         node.advance(Advance(1, 0, {0: 1}, checkpoint=1, term=1))
@@ -585,7 +585,7 @@ def test_a_checkpoint_that_is_written_while_steps_go_on_is_of_one_version(
         for bucket in layout.pushed:
             values = torch.randn(bucket.elements, generator=generator).to(dtype_of(bucket.dtype))
             key = PushKey(term=1, bucket=bucket.index, version=version, **place)
-            shard.push(key, 1, (), Body(values))
+            shard.push(key, 1, PLAIN, Body(values))
         if ahead:
             numbers = [bucket.index for bucket in layout.pushed]
             asked = Pull(

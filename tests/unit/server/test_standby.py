@@ -30,7 +30,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import eventually
-from tests.testing.shard import Body, one_bucket, tensor
+from tests.testing.shard import PLAIN, Body, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))
 MIB = 1 << 20
@@ -89,7 +89,7 @@ class Pair:
                 version=self.version,
                 attempt=0,
             )
-            self.leader.shard.push(key, 1, (), Body(values))
+            self.leader.shard.push(key, 1, PLAIN, Body(values))
         apply = Application(0, [(0, 1, self.version)], 1, ADAM)
         self.version += 1
         return Advance(self.version, 0, {0: 1}, apply, term=self.term, state="{}")

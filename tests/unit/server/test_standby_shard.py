@@ -19,7 +19,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.orders import Advance, Configuration
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import for_standby, sum_key
-from tests.testing.shard import TERM, Body, Rig, one_bucket, tensor
+from tests.testing.shard import PLAIN, TERM, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))
 
@@ -154,7 +154,7 @@ def test_no_worker_can_push_to_a_standby() -> None:
     rig = Rig(one_bucket(tensor("a", 4)), optimizer="Adam", settings=ADAM, workers=(0,))
     standby = follow(rig)
     with pytest.raises(Refused, match="does not take part"):
-        standby.push(rig.key(0), 1, [], Body(torch.ones(4)))
+        standby.push(rig.key(0), 1, PLAIN, Body(torch.ones(4)))
 
 
 def test_a_sum_is_taken_once_and_not_while_it_comes(threads: ThreadPoolExecutor) -> None:
