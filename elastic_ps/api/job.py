@@ -429,6 +429,11 @@ class TrainingJobSpec(CamelModel):
         """Whether the workers sum gradients among themselves, and make the optimizer steps."""
         return self.strategy == "all-reduce"
 
+    @property
+    def steps_on_workers(self) -> bool:
+        """Whether the script's own optimizer makes the steps, and its state is on the workers."""
+        return self.all_reduce or self.consistency.mode == "local"
+
     def refuse_unencrypted(self, *, secured: bool) -> str:
         """Why a job must not start whose workers would connect to each other; "" if it may.
 

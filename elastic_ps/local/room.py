@@ -99,9 +99,8 @@ def needed(spec: TrainingJobSpec, values: int, state: int, *, workers: int) -> R
     server, worker, evaluator = spec.parameter_server, spec.worker, spec.evaluator
     standbys = server.durability == "standby"
     encoded = 0 if spec.compression.values == "none" else values
-    stepped_here = spec.all_reduce or spec.consistency.mode == "local"
     servers = 2 * values + state + max(1 << 24, (values + state) // 16) + encoded
-    each = 3 * values + (state if stepped_here else 0) + (worker.processes - 1) * values
+    each = 3 * values + (state if spec.steps_on_workers else 0) + (worker.processes - 1) * values
     processes = server.replicas * (1 + standbys) + workers * worker.processes + (evaluator is not None)
     beside = values if evaluator is not None else 0
     memory = (1 + standbys) * servers + workers * each + beside + processes * PROCESS

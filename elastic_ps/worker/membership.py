@@ -176,7 +176,7 @@ class Membership:
         flat = Flat(
             layout_from_message(joined.layout),
             described.tensors,
-            stepped_here=local or self.spec.all_reduce,
+            stepped_here=self.spec.steps_on_workers,
             world=self.world,
             registered=described.registered,
         )
@@ -191,9 +191,8 @@ class Membership:
         )
         self._note_overlap()
         self._strategy = strategy = self._make_strategy(flat, optimizer)
-        strategy.steps_here, strategy.exchanges = local or self.spec.all_reduce, local
         joined = self._initialise(strategy, joined, flat, imported)
-        if imported is None and self._keeps_first(strategy, flat):
+        if imported is None and self._keeps_first(flat):
             self._first = flat
         if not joined.initialise:
             self.schedule.joined(self.in_force)
@@ -275,7 +274,7 @@ class Membership:
         while True:
             try:
                 if joined.initialise:
-                    bring = partial(self._bring, strategy, flat, imported)
+                    bring = partial(self._bring, flat, imported)
                     self.world.decide("session.optimizer(...)", bring)
                     flat.publish()
                 if not joined.initialise or self._codecs.encodes_values:
@@ -329,17 +328,17 @@ class Membership:
         self.overlap = self._choose_overlap(self.spec.consistency)
         self.client.traffic.overlap = "" if self.spec.all_reduce else self.overlap.name
 
-    def _bring(self, strategy: Strategy, flat: Flat, imported: ImportedState | None = None) -> None:
+    def _bring(self, flat: Flat, imported: ImportedState | None = None) -> None:
         for bucket in flat.layout.buckets:
             self.client.initialise(bucket, flat.value_bytes(bucket))
             for piece in imported.pieces(bucket, flat.tensors) if imported is not None else ():
                 self.client.initialise_state(bucket, *piece)
-        self.client.initialised(repeatable=imported is None and self._keeps_first(strategy, flat))
+        self.client.initialised(repeatable=imported is None and self._keeps_first(flat))
 
-    def _keeps_first(self, strategy: Strategy, flat: Flat) -> bool:
+    def _keeps_first(self, flat: Flat) -> bool:
         """Whether the model has the values of version 0, bit for bit, until it gets those of version 1."""
         unchanged = all(bucket.rule in (Rule.GRADIENT, Rule.CONSTANT) for bucket in flat.layout.buckets)
-        return unchanged and not (strategy.steps_here or self._codecs.encodes_values)
+        return unchanged and not (self.spec.steps_on_workers or self._codecs.encodes_values)
 
     def _join_anew(self, strategy: Strategy, *, trained: bool) -> pb.JoinReply:
         """Begin another incarnation. Blocks. `trained`: the model no longer has its first values."""
@@ -374,9 +373,7 @@ class Membership:
             try:
                 if joined.initialise and first is not None:
                     first.check(thorough=True)
-                    self.world.decide(
-                        "the place where it joins again", partial(self._bring, self.strategy, first)
-                    )
+                    self.world.decide("the place where it joins again", partial(self._bring, first))
                 self._first = None
                 self.strategy.fetch(version, contributor=False)
                 self._first = first

@@ -118,11 +118,12 @@ class ElasticOptimizer(_Wrapping):
         own: Sequence[torch.Tensor] = (),
         tables: Tables | None = None,
     ) -> None:
-        super().__init__(wrapped, steps_here=runtime.strategy.steps_here)
+        super().__init__(wrapped, steps_here=runtime.spec.steps_on_workers)
         self._runtime, self._flat, self._tables = runtime, flat, tables
         self._stepping = self.scheduled = False
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
-        local, in_hooks, lend = runtime.strategy.exchanges, runtime.overlap.in_hooks, not self.steps_here
+        local = runtime.spec.consistency.mode == "local"
+        in_hooks, lend = runtime.overlap.in_hooks, not self.steps_here
         self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}

@@ -56,12 +56,9 @@ class Strategy(ABC):
             the next call that asks for values.
         info: of the last version that came.
         under_way: the step that has begun, until it is made or forgotten.
-        steps_here: the script's own optimizer makes the steps, and its state is on this worker.
-        exchanges: a step of the strategy is an exchange of steps that this worker has made by itself.
         cannot_assign: why scripts cannot assign values; "" if they can.
     """
 
-    steps_here = exchanges = False
     cannot_assign = ""
 
     def __init__(self) -> None:
