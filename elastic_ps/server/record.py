@@ -92,7 +92,7 @@ class JobRecord(BaseModel):
             chief=state.chiefs.now,
             chiefs=list(state.chiefs.of.items()),
             script_state=state.script_state,
-            tuning=state.mutable.to_json() if state.mutable is not None else "",
+            tuning=state.mutable.to_json(),
         )
 
     @classmethod
@@ -202,7 +202,7 @@ def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:
     A parameter server begins with the fields of its environment, which have no number. The previous parameter
     server may have had newer ones. Raises InvalidJob if one of them alone is of mode `local`.
     """
-    recorded = _recorded(found, ours)
+    recorded = _recorded(found)
     if not ours.replaces(recorded) and recorded.run == ours.run:
         return recorded
     if (ours.consistency.mode == "local") != (recorded.consistency.mode == "local"):
@@ -216,13 +216,11 @@ def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:
 
 def of_same_run(found: Manifest, ours: MutableFields) -> bool:
     """Whether the present run of the job has written the checkpoint."""
-    return _recorded(found, ours).run == ours.run
+    return _recorded(found).run == ours.run
 
 
-def _recorded(found: Manifest, ours: MutableFields) -> MutableFields:
-    """The mutable fields in a checkpoint; ours if it has none."""
-    said = found.state["tuning"]
-    return read_mutable(said, source="the checkpoint's tuning") if said else ours
+def _recorded(found: Manifest) -> MutableFields:
+    return read_mutable(found.state["tuning"], source="the checkpoint's tuning")
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
@@ -243,8 +241,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
             raise InvalidJob(f"the checkpoint of version {version} needs this optimizer: {error}") from error
     try:
         saved = JobRecord.read(reader.manifest.state)
-        if saved.tuning:
-            MutableFields.model_validate_json(saved.tuning)
+        MutableFields.model_validate_json(saved.tuning)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())[:500]
         raise CheckpointUnreadable(

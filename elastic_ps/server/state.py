@@ -66,7 +66,7 @@ class JobState:
         batch: the records of a batch, as the last worker has said that took some; 0 before.
         late_records: records whose steps were late.
         starved: workers that have asked for records when none were left.
-        mutable: the mutable fields that a checkpoint of this version has; None for none.
+        mutable: the mutable fields that a checkpoint of this version has.
         opened_with: while the open round is decided, the settings of this version; `settings` are then those
             of the next version. Otherwise None.
         last_round: the record of the version's commit for the histories; {} if this process did not make it.
@@ -103,7 +103,7 @@ class JobState:
     pace: Pace = field(default_factory=Pace)
     balance: Balance = field(default_factory=Balance)
     calls: Calls[pb.TakeReply] = field(default_factory=Calls)
-    mutable: MutableFields | None = None
+    mutable: MutableFields = field(default_factory=MutableFields)
     state_holders: StateHolders | None = None
 
     def __post_init__(self) -> None:

@@ -303,8 +303,6 @@ class Membership:
             )
         mine = self.client.member_id
         self.client.member_id = replace(mine, term=joined.term, incarnation=joined.incarnation)
-        if not joined.tuning:
-            return
         mutable = read_mutable(joined.tuning, source="the parameter server")
         if news := mutable.news(MutableFields.of(self.spec)):
             self.spec = mutable.applied_to(self.spec)
@@ -312,7 +310,7 @@ class Membership:
             for what, (now, _) in news.items():
                 logger.info("%s is %s now", what, now)
         ours, theirs = self._codecs.names, list(joined.codecs)
-        if theirs and ours != theirs:
+        if ours != theirs:
             raise InvalidJob(
                 f"worker {self.client.worker} has the codecs {', '.join(ours)}; this job has "
                 f"{', '.join(theirs)}. All processes of a job need the same code: start this worker from the "

@@ -16,6 +16,7 @@ import pytest
 
 from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.status import MemberStatus
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
@@ -120,7 +121,7 @@ def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
     zero = AskedShardZero("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2))
     tensors = [asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))]
-    state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": ""}
+    state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": MutableFields().to_json()}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
     with pytest.raises(expected, match="term 3"):
         zero.start(found)
