@@ -1,4 +1,4 @@
-"""The transport within one process, for tests: `server = InprocServer()`, `connection = connect(server)`.
+"""The transport within one process: `server = InprocServer()`, `connection = connect(server)`.
 
 A body is copied once, from the sender's memory to the receiver's target. Errors, deadlines, cancellation and
 limits are those of a transport between processes. A closed server may serve again, like a process that is
