@@ -312,7 +312,7 @@ def _unheard(pod: Pod, observed: Observed, now: datetime) -> Problem | None:
     """Why a pod that seems to run takes no part in the training, which may go on without it."""
     if pod.silent:
         return Problem("NodeNotAnswering", f"the node {pod.node} of {pod.name} does not answer")
-    latest = max(member_statuses(pod, observed, now), key=lambda stay: stay.incarnation, default=None)
+    latest = max(member_statuses(pod, observed, now), key=lambda member: member.incarnation, default=None)
     if latest is None or latest.state not in ("lost", "hung"):
         return None
     return Problem("WorkerNotAnswering", f"{pod.name} no longer takes part: {latest.reason}")

@@ -52,7 +52,7 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
 
 
 def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> None:
-    """Else a worker whose parameter server was frozen would wait for the old stay's answer in the new one."""
+    """Else a worker whose parameter server was frozen would wait for the old incarnation's answer."""
     refused: list[RefusalCode] = []
 
     def script(session: Session) -> None:
@@ -62,10 +62,10 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
             mse(model, x, y).backward()
             if step == 3:
                 job.coordinator.gone(0, instance_of(job, 0))
-                stay, version = runtime_of(session).client.member_id, session.version + 1
+                member, version = runtime_of(session).client.member_id, session.version + 1
                 wanted = pb.PullRequest(version=version, buckets=[0], attempt=9, contributor=True)
                 with pytest.raises(Refused) as refusal:
-                    list(runtime_of(session).client.pull(stay, 0, wanted))
+                    list(runtime_of(session).client.pull(member, 0, wanted))
                 refused.append(refusal.value.code)
             optimizer.step()
 

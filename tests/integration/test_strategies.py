@@ -63,8 +63,8 @@ def test_each_keeps_its_promises(tmp_path: Path, fields: dict[str, Any]) -> None
         job.start_processes(2, script)
         job.join()
         commits = check_histories(job.history, records=RECORDS, epochs=1)
-        stays = {(c["worker"], c["incarnation"]) for commit in commits for c in commit["contributions"]}
-        of = [sum(worker == each for each, _ in stays) for worker in range(3)]
+        members = {(c["worker"], c["incarnation"]) for commit in commits for c in commit["contributions"]}
+        of = [sum(worker == each for each, _ in members) for worker in range(3)]
         assert of == [1, 2, 2], "worker 1 has joined again, and worker 2 come again"
         assert (len(void), len(leaves)) == (1, 1)
         (first, *others) = models.values()

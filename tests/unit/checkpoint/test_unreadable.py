@@ -121,12 +121,12 @@ def test_a_directory_whose_owner_cannot_be_read_is_not_free(directory: Path) -> 
 
 def test_no_round_is_committed_while_nobody_can_tell_who_leads(server: Server, directory: Path) -> None:
     """Another parameter server may have taken over, and its workers would not know of the round."""
-    stay = start(server.coordinator, 0)
-    server.train(stay, take(server.coordinator, stay, call=1))
-    taken = take(server.coordinator, stay, call=2)
+    member = start(server.coordinator, 0)
+    server.train(member, take(server.coordinator, member, call=1))
+    taken = take(server.coordinator, member, call=2)
     with unreadable(directory):
-        server.push(stay, taken, step=1)
-        commit = threading.Thread(target=finish, args=(server.coordinator, stay, taken), kwargs={"step": 1})
+        server.push(member, taken, step=1)
+        commit = threading.Thread(target=finish, args=(server.coordinator, member, taken), kwargs={"step": 1})
         commit.start()
         commit.join(10)
         assert server.coordinator.job.state.rounds.decided
@@ -137,13 +137,13 @@ def test_no_round_is_committed_while_nobody_can_tell_who_leads(server: Server, d
 
 
 def test_a_round_is_not_committed_by_a_server_that_could_not_tell(server: Server, directory: Path) -> None:
-    stay = start(server.coordinator, 0)
-    server.train(stay, take(server.coordinator, stay, call=1))
-    taken = take(server.coordinator, stay, call=2)
+    member = start(server.coordinator, 0)
+    server.train(member, take(server.coordinator, member, call=1))
+    taken = take(server.coordinator, member, call=2)
     Store(directory).next_term()
     with unreadable(directory):
-        server.push(stay, taken, step=1)
-        finish(server.coordinator, stay, taken, step=1)
+        server.push(member, taken, step=1)
+        finish(server.coordinator, member, taken, step=1)
     eventually(lambda: server.checkpoints.fenced, "it knows that another one has taken over")
     assert server.node.shard.version == 1
 

@@ -60,7 +60,7 @@ def test_the_process_is_told_who_it_is() -> None:
     template = {"spec": {"hostNetwork": True, "hostname": "another"}}
     pod = build("worker", 3, worker={"template": template})
     told = env.read({item["name"]: item.get("value", "") for item in container(pod)["env"]})
-    assert told.hostname == pod["metadata"]["name"], "by which its stays in the job are found"
+    assert told.hostname == pod["metadata"]["name"], "by which its incarnations are found"
     server = env.read({item["name"]: item.get("value", "") for item in container(build("ps"))["env"]})
     assert str(server.checkpoints) == names.CHECKPOINT_DIRECTORY
     assert server.resume == "auto"

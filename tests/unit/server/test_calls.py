@@ -37,7 +37,7 @@ def test_a_call_that_comes_after_a_later_one_is_refused_and_takes_no_answer_away
     calls.require_last(7, 2)
 
 
-def test_each_stay_counts_for_itself_and_what_is_forgotten_counts_anew() -> None:
+def test_each_incarnation_counts_for_itself_and_what_is_forgotten_counts_anew() -> None:
     calls: Calls[str] = Calls()
     calls.begin(7, 5)
     calls.answered(7, "kept")

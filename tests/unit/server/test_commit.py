@@ -215,8 +215,8 @@ class GoingBack(Checkpointer):
         if amend and zero is not None:
             self.zero = None
             go_back(zero)
-            stay = start(zero.coordinator)
-            finish(zero.coordinator, stay, take(zero.coordinator, stay, call=1))
+            member = start(zero.coordinator)
+            finish(zero.coordinator, member, take(zero.coordinator, member, call=1))
         return kept
 
 

@@ -49,7 +49,7 @@ def test_the_records_of_a_finished_step_stay_with_it_when_its_worker_vanishes(st
 
 
 def test_a_worker_that_finished_comes_again_and_vanishes_again(state: JobState) -> None:
-    """The records of the finished step are those of its earlier stay, not of the later one."""
+    """The records of the finished step are those of its earlier incarnation, not of the later one."""
     first, second = two(state)
     done = finish(state, first)
     state.drop(0, "lost")
