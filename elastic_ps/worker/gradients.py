@@ -72,6 +72,7 @@ class Gradients:
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient, and how often it was changed
         self._waiting: dict[int, int] = {}
         self._hooked = False  # backward() has made gradients
+        self._noted: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # see `note_by_hand`
         self._ran: set[int] = set()  # the parameters that the present backward() has reached
         self.drop_rows: Callable[[], object] = lambda: None
         self.reset()
@@ -85,6 +86,7 @@ class Gradients:
         self._ran.clear()
         self._latest: int | None = None  # the last parameter that a backward() has reached
         self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
+        self.note_by_hand()
 
     def void(self) -> None:
         """Drop all gradients: their records were skipped, or handed to others."""
@@ -111,9 +113,12 @@ class Gradients:
         """
         return any(True for _ in self._present_ones()) or (bool(self._buffers) and not self._hooked)
 
-    def set_by_hand(self) -> bool:
-        """Whether there are gradients without any backward(), which the script has assigned."""
-        return not self._hooked and any(True for _ in self._present_ones())
+    def note_by_hand(self) -> bool:
+        """Note the gradients that the script has set without any backward(). Returns whether some are new."""
+        before, present = self._noted, () if self._hooked else self._present_ones()
+        self._noted = {index: (weakref.ref(each), each._version) for index, each in present}
+        both = ((now, before.get(index)) for index, now in self._noted.items())
+        return any(old is None or now[0]() is not old[0]() or now[1] != old[1] for now, old in both)
 
     def _present_ones(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index in self._trainable:

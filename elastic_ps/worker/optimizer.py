@@ -348,6 +348,7 @@ class ElasticOptimizer(_Wrapping):
             self._runtime.note_skipped(self._runtime.batches.reopen())
         if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
             wrapped.zero_grad(set_to_none)
+            self._gradients.note_by_hand()
             return
         # As torch does; but its call takes as long as the hooks of a small step.
         for group in wrapped.param_groups:

@@ -204,8 +204,9 @@ class Runtime(Membership):
 
     def require_batch(self) -> None:
         """Raise UsageError if the step that is to be made belongs to no batch, or to too many."""
+        self._settle_by_hand()
         if self.batches.undecided and not self.batches.computed:
-            self.batches.compute_all()  # gradients that no backward() made
+            self.batches.compute_all()  # a step about buffers, or with gradients that it had before
         if not self.batches.computed and self.batches.hand is Hand.GIVEN_BACK:
             raise UsageError(
                 "this step has no batch: the script left the loop over the loader before backward(), so "
@@ -377,8 +378,8 @@ class Runtime(Membership):
             self.skip()
 
     def _settle_by_hand(self) -> None:
-        if self.batches.undecided and self.gradients.set_by_hand():
-            self.batches.compute_all()
+        if self.batches.undecided and self.gradients.note_by_hand():
+            self.batches.compute()
 
     def settle(self) -> bool:
         """The loop is over: skip batches that no backward() has run for. Blocks for the other processes.

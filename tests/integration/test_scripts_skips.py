@@ -70,6 +70,33 @@ def assigns_gradients(session: Session, model: Pair, optimizer: torch.optim.Opti
         optimizer.step()
 
 
+def assigns_gradients_of_some(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    parameters = list(model.parameters())
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        if bad(batch):
+            continue
+        gradients = torch.autograd.grad(model(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def changes_gradients_of_some(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    """In place, and zero in between."""
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        optimizer.zero_grad(set_to_none=False)
+        if bad(batch):
+            continue
+        gradients = torch.autograd.grad(model(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            assert parameter.grad is not None
+            parameter.grad += gradient
+        optimizer.step()
+
+
 def zeroes(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
     for batch in session.loader(Indexes(RECORDS), BATCH):
         model(batch).backward()
@@ -154,6 +181,9 @@ def goes_on_after_an_error(session: Session, model: Pair, optimizer: torch.optim
         (leaves_batches_out, False),
         (steps_without_gradients, True),
         (steps_without_gradients, False),
+        (assigns_gradients_of_some, True),
+        (assigns_gradients_of_some, False),
+        (changes_gradients_of_some, False),
         (zeroes, True),
         (zeroes, False),
         (leaves_batches_out_of_two, False),
@@ -290,11 +320,23 @@ def test_a_batch_may_be_loaded_while_the_one_before_is_trained(tmp_path: Path) -
         assert job.status().progress.records_applied == RECORDS
 
 
-def test_gradients_that_a_script_assigns_are_trained(tmp_path: Path) -> None:
+def adds_gradients_up(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    parameters = list(model.parameters())
+    for number, batch in enumerate(session.loader(Indexes(RECORDS), BATCH)):
+        gradients = torch.autograd.grad(model(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("trains", [assigns_gradients, adds_gradients_up])
+def test_gradients_that_a_script_assigns_are_trained(tmp_path: Path, trains: Script) -> None:
     def script(session: Session) -> None:
         model = Pair()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        assigns_gradients(session, model, optimizer)
+        trains(session, model, optimizer)
         assert model.first.weight.tolist() == [-1.0] * RECORDS
 
     with running_job(tmp_path) as job:
