@@ -25,11 +25,16 @@ def connect() -> Session:
     It begins with the first call. Later ones return the same session, until it is closed.
 
     Raises:
-        UsageError: the process was not started as a worker of a job.
+        UsageError: the process was not started as a worker of a job, or has trained in a closed session.
     """
     global _current
     if _current is not None and _current.open:
         return _current
+    if _current is not None and _current.started:
+        raise UsageError(
+            "this process has closed the session that it trained in, and a job trains one model once. To "
+            "train several, start a job for each, as in `elastic-ps run train.py -- --seed 1`"
+        )
     environment = env.read()
     if environment.role != "worker":
         raise UsageError(

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from elastic_ps.contract import env
+from elastic_ps.errors import UsageError
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+from elastic_ps.worker import current
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
@@ -139,6 +141,27 @@ def test_a_slow_worker_is_seen_and_so_is_the_age_of_what_is_on_disk(tmp_path: Pa
     assert ended.progress.durable_version == ended.progress.version, "the last one is kept before the end"
     written = datetime.fromisoformat(status.progress.durable_time).timestamp()
     assert abs(time.time() - status.durable_age_seconds - written) < 60
+
+
+def test_a_process_trains_once_in_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has used nothing but tensors of the server may come back."""
+    contract = replace(environment(), role="worker", addresses=("127.0.0.1:1",))
+    for name, value in contract.to_variables().items():
+        monkeypatch.setenv(name, value)
+    with running_job(tmp_path) as job:
+        before, session = job.session(0), job.session(0)
+        monkeypatch.setattr(current, "_current", before)  # as a process has it
+        assert current.connect() is before
+        before.close()
+        again = current.connect()
+        again.close()
+        assert again is not before
+        monkeypatch.setattr(current, "_current", session)
+        model = make_mlp()
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        session.close()
+        with pytest.raises(UsageError, match=r"that it trained in, .* start a job for each"):
+            current.connect()
 
 
 JOINS = """
