@@ -209,6 +209,7 @@ class ElasticLoader:
         if self._fetching is None or self._renew:
             sampler: Any = _Sampler(self._next_batch)
             self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
+        records.leave_if_asked()  # several processes meet: one may have changed the values that they share
         records.note(LoopEvent.BEGIN)
         records.loop_over, end = self, LoopEvent.LEAVE
         try:

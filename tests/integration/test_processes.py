@@ -344,6 +344,33 @@ def test_skipped_batches_and_epochs(tmp_path: Path) -> None:
     assert chiefs == [(0, 0), (1, 0), (2, 0)]
 
 
+def test_values_that_one_process_changes_between_epochs_are_not_computed_on(tmp_path: Path) -> None:
+    """As where the chief evaluates an average of the values: the processes share the memory of both."""
+    swapped = threading.Event()
+
+    def script(session: Session, rank: int) -> None:
+        model = Tally(20)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for epoch in (loader := session.loader(Indexes(20), 20, epochs=2)).epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                assert model.weight.tolist() == [-epoch / 2] * 20, "each process has half of the records"
+                optimizer.step()
+            if session.is_chief and epoch == 0:
+                before = model.weight.detach().clone()
+                model.weight.data.fill_(100.0)
+                swapped.set()
+                assert session.processes.links[0].questions.poll(LIMIT), "the other process waits"
+                model.weight.data.copy_(before)
+            assert swapped.wait(LIMIT)
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        assert job.status().progress.records_applied == 40
+
+
 def test_a_step_is_skipped_before_another_process_has_computed_it(tmp_path: Path) -> None:
     """What comes of that step later is added to nothing."""
     data, models, skipped = Numbers(40), Models(), threading.Event()
