@@ -375,6 +375,7 @@ class Runtime(Membership):
     def skip_dropped(self) -> None:
         """Skip the step under way if the script has dropped its gradients, and asks for the next batch."""
         if self.working.state is State.PUSHING and not self.gradients.may_make_a_step:
+            self.world.decide("a batch whose gradients it has dropped", lambda: None)
             self.skip()
 
     def _settle_by_hand(self) -> None:

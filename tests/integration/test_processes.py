@@ -398,21 +398,26 @@ def test_a_step_is_skipped_before_another_process_has_computed_it(tmp_path: Path
         )
 
 
-def test_processes_that_go_different_ways_are_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drops", [False, True])
+def test_processes_that_go_different_ways_are_told(tmp_path: Path, drops: bool) -> None:
+    """`drops`: process 0 drops its gradients, and the other one has none."""
     data = Numbers(40)
 
     def script(session: Session, rank: int) -> None:
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for x, y in session.loader(data, 10):
-            mse(model, x, y).backward()
-            if rank == 0:
+            if rank == 0 or not drops:
+                mse(model, x, y).backward()
+            if drops:
+                optimizer.zero_grad()
+            elif rank == 0:
                 optimizer.step()
 
-    message = r"process 0 is at optimizer.step\(\), process 1 at the next batch"
+    here = "a batch whose gradients it has dropped" if drops else r"optimizer.step\(\)"
     with running_job(tmp_path, worker={"processes": 2}) as job:
         job.start_processes(0, script)
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=rf"process 0 is at {here}, process 1 at the next batch"):
             job.join()
 
 
