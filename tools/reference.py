@@ -121,7 +121,7 @@ _SIGNATURES = dict.fromkeys(_MADE, "()") | {"Encoded": "(tensors, values={})"}
 """Constructors that are not shown as they are; those of `_MADE` are for other calls."""
 
 _INTERNAL = {
-    "ElasticLoader": "close, expect_groups, is_chief",
+    "ElasticLoader": "close, is_chief",
     "ElasticOptimizer": "assign, check_scheduler, step_of, zero_grad_of",
     "ScriptState": "repeat",
     "Session": "asked_to_leave, came_late, drain, finish, generation, open, started",

@@ -344,7 +344,7 @@ class _OfTrainer(ElasticAccelerator):
             self._epochs = math.ceil(self._max_steps / max(1, math.ceil(batches / self._steps)))
         loader = self.session.loader(data_loader, epochs=self._epochs, records=self._records)
         if self._steps > 1:
-            loader.expect_groups()
+            loader.batches.grouped = True  # it loads all batches of a step before it computes on them
         self.training = _Loader(
             loader, self.session, epochs=self._epochs, place=lambda batch: batch, ended=lambda: None
         )

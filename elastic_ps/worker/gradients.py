@@ -46,8 +46,7 @@ _ROWS = -1
 class Gradients:
     """The gradients of one step after another.
 
-    The hooks may run on several threads; everything else belongs to the training thread, which waits in
-    backward while they run.
+    The hooks may run on several threads. The rest belongs to the training thread, which waits in backward.
 
     Args:
         overlap: take gradients while backward runs; else all of them in `take_rest`.

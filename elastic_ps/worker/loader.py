@@ -1,7 +1,6 @@
 """The elastic data loader: the ledger decides batch by batch which records this worker computes on.
 
-Torch's own `DataLoader` fetches and collates records and runs worker processes. Only its batch sampler is
-ours.
+Torch's own `DataLoader` fetches and collates records, and runs processes. Only its batch sampler is ours.
 """
 
 from __future__ import annotations
@@ -268,8 +267,7 @@ class ElasticLoader:
     def untrained(self) -> Generator[Any, None, None]:
         """Yield one batch that counts nowhere, for a script that needs one in a loop without records.
 
-        `optimizer.step()` makes no step with it, and buffers get their values back. Yields nothing if the
-        script has still to make a step.
+        No step is made with it, and buffers get their values back. Yields nothing if the script owes a step.
         """
         runtime, batches = self._runtime, self.batches
         if batches or (model := runtime.model) is None:
@@ -327,8 +325,7 @@ class ElasticLoader:
         if runtime.batches and not runtime.settle():
             raise UsageError(
                 "the loop over the loader has ended, but no optimizer.step() was called for the last "
-                "batches. When you accumulate gradients, call optimizer.step() for them after the loop; to "
-                "skip them, call optimizer.skip()"
+                "batches. When you accumulate gradients, call optimizer.step() or skip() after the loop"
             )
         runtime.exchange_steps()
         return self._take(wait=True)
@@ -357,8 +354,7 @@ class ElasticLoader:
         """What torch is to fetch next; [] if there is nothing at the moment.
 
         With a global batch size there is nothing either when all that this worker has of the open version is
-        handed to the script. After joining again there is nothing until `_await_some` has got some: only that
-        takes part in rounds again.
+        handed to the script. After joining again, `_await_some` has to get some first, which takes part.
         """
         while not (self._runtime.stopped or self._outdated):
             batch, indices = self._supply.cut(self._take, only=self._only)
@@ -423,15 +419,10 @@ class ElasticLoader:
                 "after the loop. Write `for epoch in loader.epochs():`, and loop over the loader in it"
             )
 
-    def expect_groups(self) -> None:
-        """The script will load all batches of a step before it computes on them."""
-        self.batches.grouped = True
-
     def is_chief(self) -> bool | None:
         """Whether this worker is to evaluate and save in the epoch under way; None outside of `epochs`.
 
-        Blocks: in the last epoch, and after a loop that has ended before its last step, until all records are
-        in the model.
+        Blocks in the last epoch, and after a loop that ended before its last step, until training is over.
         """
         epoch, runtime, records = self._only, self._runtime, self._runtime.records
         if runtime.closed:

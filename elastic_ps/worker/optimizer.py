@@ -91,8 +91,7 @@ class _Wrapping(torch.optim.Optimizer):
 class ElasticOptimizer(_Wrapping):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
 
-    In mode `local`, and with `strategy: all-reduce`, the torch optimizer itself takes the steps, and its
-    state is on this worker.
+    In mode `local`, and with `strategy: all-reduce`, the torch optimizer itself steps, with its state here.
 
     `param_groups` are those of the wrapped optimizer. When a script or a scheduler of
     `torch.optim.lr_scheduler` changes a hyperparameter in them, the parameter server uses the new value from
@@ -208,8 +207,7 @@ class ElasticOptimizer(_Wrapping):
 
         With several optimizers, all of them take a step.
 
-        Where no parameter has a gradient, no step is made, as in torch: if no backward() runs for the batch
-        later, its records are skipped.
+        Without any gradient no step is made, as in torch. A batch that gets no backward() is skipped.
         """
         return self.step_of(None, closure)
 
@@ -307,8 +305,7 @@ class ElasticOptimizer(_Wrapping):
             raise UsageError(strategy.cannot_assign)
         if strategy.under_way is not None or runtime.batches.computed:
             raise UsageError(
-                "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
-                "next backward()"
+                "session.assign was called in the middle of a step. Call it after optimizer.step()"
             )
         if not runtime.spec.consistency.may_assign:
             raise UsageError(
@@ -332,8 +329,7 @@ class ElasticOptimizer(_Wrapping):
         """Make no step with the batches in hand, for example because the loss is not finite.
 
         Their gradients are dropped, and nobody trains their records: the job's report counts them as skipped.
-        A batch that no backward() runs for, or whose gradients `zero_grad` drops before `step`, counts as
-        skipped without this call.
+        A batch without backward(), or whose gradients `zero_grad` drops before `step`, is skipped anyway.
         """
         self._runtime.skip()
 
@@ -399,8 +395,7 @@ class ElasticOptimizer(_Wrapping):
         raise UsageError(
             "a worker cannot load the optimizer's state, because the state is on the parameter server. To "
             "continue from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. If accelerate "
-            "or Hugging Face's Trainer called this, use elastic_ps.integrations, see "
-            "docs/guides/huggingface.md"
+            "or Hugging Face's Trainer called this, use elastic_ps.integrations: docs/guides/huggingface.md"
         )
 
 
@@ -458,8 +453,7 @@ def _assign_since(runtime: Runtime, strategy: Strategy, base: int) -> bool:
     while not (reply := runtime.client.assign(base)).done:
         if reply.version > base and runtime.working.state is not State.VOID:
             logger.warning(
-                "session.assign replaces version %d with values made from version %d, so the model loses the "
-                "steps in between",
+                "session.assign replaces version %d with values made from version %d: steps between are lost",
                 reply.version,
                 base,
             )

@@ -1,7 +1,6 @@
 """Asks for a worker's records, gives back those that it does not train, and learns of the end.
 
-A worker takes part in rounds from the moment it is given records until it asks for more and there are none,
-or gives back those that it has.
+A worker takes part in rounds from when it is given records until it gives them back, or there are no more.
 """
 
 from __future__ import annotations
@@ -184,8 +183,7 @@ class Records:
         """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks.
 
         It asks each time: the job may have gone back to a checkpoint from before the chief was chosen. Of
-        several processes one may ask again by itself, and gets the answer that all had, as long as this
-        worker has not joined again.
+        several processes one may ask again by itself, and gets the answer that all had until they join again.
 
         Args:
             passes: others have trained the epoch, so only the epoch's chief has to come to its end.
@@ -217,8 +215,7 @@ class Records:
     def pause(self, *, tells: bool = True) -> None:
         """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
 
-        `tells`: the script notices by `session.generation`. Raises UsageError: in the middle of a step, or
-        before the backward() of a batch.
+        `tells`: the script notices by `session.generation`. Raises UsageError within a step or batch.
         """
         if not self._member.entered:
             raise UsageError("call session.optimizer(...) before session.pause()")

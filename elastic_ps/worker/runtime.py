@@ -44,8 +44,7 @@ _SKIPPED = (
 
 _LEFT = (
     "the script ends without a step for the last %d records that it has computed on; others may train them. "
-    "When a step is made of several batches, call optimizer.step() for the last ones after the loop over "
-    "the loader"
+    "When a step is made of several batches, call optimizer.step() for the last ones after the loop"
 )
 
 _COUNTED = (
@@ -61,10 +60,7 @@ _FROM_ELSEWHERE = (
     "step of a batch before you load the next one; DataLoader(..., num_workers=N) fetches ahead"
 )
 
-_WEIGHED_LATE = (
-    "session.weigh was called after backward(), which has begun to send gradients with the weight that the "
-    "step had. Call it before backward()"
-)
+_WEIGHED_LATE = "session.weigh was called after backward(), which sends gradients. Call it before backward()"
 
 
 class Runtime(Membership):
@@ -254,8 +250,7 @@ class Runtime(Membership):
         """End the step that has begun, and wait for the version that it is part of. Blocks.
 
         Returns whether the step counts. In mode `accumulate` it does not wait if the version needs more steps
-        than are under way. The records of a step that came too late, or was lost because this worker had to
-        join again, go to others.
+        than are under way. Records of a step that came too late, or was lost by joining again, go to others.
 
         Raises:
             UsageError: several batches were computed on with the gradients of one, or the parameter server
@@ -418,8 +413,7 @@ class Runtime(Membership):
     def rows_refused(self, refusal: Refused) -> bool:
         """Rows of a table were refused. Returns whether they do not matter; else it has joined again.
 
-        In a batch it cannot join again, since values that backward() needs would change. The parameter server
-        refuses that step, too.
+        In a batch it cannot join again: values that backward() needs would change. That step is refused, too.
         """
         if expelled(refusal) and self.batches.in_batch:
             return True

@@ -185,8 +185,7 @@ class Session:
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
-        The first worker's values become the job's model. For every other worker, the job's values are written
-        into its model.
+        The first worker's values become the job's model. The models of other workers get the job's values.
 
         Args:
             optimizer: a new one, of a class of torch.optim that docs/guides/scripts.md lists, or of one that
@@ -205,8 +204,7 @@ class Session:
                 script changes itself, such as a teacher that is an average of the model. Workers send them
                 with each step, and the job's value is their mean over the workers.
             broadcast: names of tensors of the same kind that cannot be averaged, such as a queue and its
-                position. The job's value is that of one worker: the one with the lowest index among those
-                whose steps are in the version.
+                position. The job's value is that of the first worker, by index, with a step in the version.
             summed: names of tensors of the same kind of which each worker changes a part, such as the rows of
                 its batch in a memory bank. The job adds the changes of all workers to its value.
             own: names of modules, parameters or buffers that are this worker's: never sent or overwritten.
@@ -517,12 +515,10 @@ class Session:
         Without this call, the weight of a step is its number of records. If the loss is a mean over tokens,
         pass their number, before each backward() of a step. Then the gradient of a version is sum(weight *
         gradient) / sum(weight) over its steps: the gradient of the mean over all of their tokens, as one
-        process computes it. Buffers that are averaged have the same weights. Schedules and the means of
-        `report` still count records.
+        process computes it. Averaged buffers have the same weights. Schedules and `report` count records.
 
         If a step is made of several backward() calls, its weight is the sum of theirs, and its gradient is
-        what the script accumulates. To make that the mean over all of their tokens, divide each sum of losses
-        by the number of tokens of all.
+        what the script accumulates. For the mean over all tokens, divide each sum of losses by their number.
 
         With several processes in a worker, each passes the weight of its own part of the batch. That may be
         0, as of a part without tokens, if another process has some: the gradient has to be finite, but does
