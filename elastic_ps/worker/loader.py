@@ -51,6 +51,11 @@ _EPOCH_OVER = (
     "for example to evaluate, use a torch.utils.data.DataLoader of your own"
 )
 
+TOO_EARLY = (
+    "session.is_chief is not known before the end of the loop over session.loader(...), so it would be false "
+    "on all workers. Read it after the loop; before and within it, use session.worker == 0"
+)
+
 
 class ElasticLoader:
     """Iterates over this worker's share of the records. Made by `Session.loader`.
@@ -121,6 +126,7 @@ class ElasticLoader:
         self._fetching: DataLoader[Any] | None = None
         self._only: int | None = None  # the epoch that is asked for; None: any
         self._least = 0  # the first epoch that no loop was left by a break in
+        self._warned = False
 
     def __len__(self) -> int:
         """The number of batches in an epoch for a single worker. Several workers share them."""
@@ -428,13 +434,20 @@ class ElasticLoader:
         if runtime.closed:
             return None
         if epoch is None or runtime.stopped:
+            self._warn_if(records.loop is Loop.RUNS and records.loop_over is self and not runtime.stopped)
             self._await_end()
             return None
         if epoch < self._data_set.epochs - 1:
             return records.is_chief_of(epoch)
         if records.over:
             return None
+        self._warn_if(not records.loop.is_over and self._least <= epoch)
         return False if not records.loop.is_over or runtime.batches.computed or self._await_some() else None
+
+    def _warn_if(self, early: bool) -> None:
+        if early and not self._warned:
+            logger.warning(TOO_EARLY)
+            self._warned = True
 
     def _await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.

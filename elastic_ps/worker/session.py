@@ -29,7 +29,7 @@ from elastic_ps.transport.base import Connection
 from elastic_ps.worker.checks import Averages, check_model, check_wrapper
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import USUAL, WorkerLimits
-from elastic_ps.worker.loader import ElasticLoader
+from elastic_ps.worker.loader import TOO_EARLY, ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.model import ModelDescription
@@ -152,7 +152,7 @@ class Session:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one that evaluates and saves. Read it after the loop over the loader.
+        """Whether this worker evaluates and saves. Read it after the loop; before, it raises UsageError.
 
         It is true on exactly one worker, and only after all records are in the model. Blocks until they are,
         if the loop ended earlier so that the script could make a last step with accumulated gradients.
@@ -165,7 +165,10 @@ class Session:
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
                 return chief and self.processes.leads
-        return self._runtime.records.chief and self.processes.leads
+        records = self._runtime.records
+        if self.open and records.loop_over is None and not (records.over or self.stopped):
+            raise UsageError(TOO_EARLY)
+        return records.chief and self.processes.leads
 
     def optimizer(
         self,

@@ -311,6 +311,40 @@ def test_a_worker_that_waits_in_an_earlier_epoch_is_not_the_chief_of_the_last(tm
     assert sorted(chiefs) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("when", ["at first", "after the loader is made"])
+def test_the_chief_is_not_known_before_the_loop(tmp_path: Path, when: str) -> None:
+    def script(session: Session) -> None:
+        if when == "at first":
+            print(session.is_chief)
+        optimizer_for(session, Tally(20))
+        session.loader(Indexes(20), 4)
+        print(session.is_chief)
+
+    failing(tmp_path, script, UsageError, r"is_chief is not known .* Read it after the loop; .*worker == 0")
+
+
+@pytest.mark.parametrize("where", ["loop", "last epoch", "loop over the last epoch"])
+def test_the_chief_is_not_known_within_the_last_loop(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told once."""
+
+    def script(session: Session) -> None:
+        model = Tally(20)
+        optimizer = optimizer_for(session, model)
+        loader = session.loader(Indexes(20), 4, epochs=2)
+        for epoch in range(1) if where == "loop" else loader.epochs():
+            assert epoch == 0 or where != "last epoch" or not session.is_chief
+            for batch in loader:
+                train(model, optimizer, batch)
+                assert where == "last epoch" or session.is_chief is (epoch == 0 and where != "loop")
+            assert session.is_chief
+        assert session.is_chief
+
+    alone(tmp_path, script)
+    assert caplog.text.count("session.is_chief is not known before the end of the loop") == 1
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_a_loader_that_the_script_does_not_use_says_nothing_of_the_chief(tmp_path: Path, used: bool) -> None:
     """A step is made of an epoch, so the other loader's loop has ended before its last step.
