@@ -80,6 +80,8 @@ class Server:
             "durableVersion": ARGUMENTS.get("durable"),
             "finished": False,
         }
+        if SPEC.get("consistency", {}).get("deterministic"):
+            self.progress["openShares"] = [*range(SPEC["worker"]["replicas"])]
         self.members = list[dict[str, Any]]()
         self.status: dict[str, Any] = {
             "job": variable("JOB"),

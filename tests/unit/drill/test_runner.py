@@ -74,7 +74,7 @@ class Pending(Target):
 
 
 def test_a_job_that_makes_no_progress_is_stopped() -> None:
-    target, lines = Pending(limit=LIMIT), list[str]()
+    target, lines = Pending(limit=timedelta(seconds=0.1)), list[str]()
     faults = [Fault("kill-worker", at=5), Fault("kill-ps", at=50)]
     injections = train(target, faults, lines.append, patience=timedelta(0))
     assert [each.state for each in injections] == ["not injected"] * 2
