@@ -147,8 +147,8 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether this worker is, or has been, a member of the job."""
-        return self._runtime.working.joined
+        """Whether this process, not its parent, is or has been a member of the job."""
+        return os.getpid() == self._owner and self._runtime.working.joined
 
     @property
     def is_chief(self) -> bool:

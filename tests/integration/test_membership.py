@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -159,6 +160,9 @@ def test_a_process_trains_once_in_a_job(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(current, "_current", session)
         model = make_mlp()
         session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        if not (child := os.fork()):  # such as a process of a DataLoader
+            os._exit(0 if current.connect() is not session else 1)
+        assert os.waitpid(child, 0)[1] == 0
         session.close()
         with pytest.raises(UsageError, match=r"that it trained in, .* start a job for each"):
             current.connect()
