@@ -169,7 +169,7 @@ class ElasticLoader:
                 self.epoch = self._only = epoch
                 yield epoch
         finally:
-            self._only = None
+            self._only, records.loop_over = None, self
             records.note(LoopEvent.LEAVE_EPOCHS)
             self._leave(for_good=True)
 

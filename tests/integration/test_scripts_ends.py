@@ -323,6 +323,18 @@ def test_the_chief_is_not_known_before_the_loop(tmp_path: Path, when: str) -> No
     failing(tmp_path, script, UsageError, r"is_chief is not known .* Read it after the loop; .*worker == 0")
 
 
+def test_a_script_that_leaves_the_epochs_before_its_first_loop_is_not_the_chief(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        optimizer_for(session, Tally(20))
+        for _ in session.loader(Indexes(20), 4, epochs=2).epochs():
+            break
+        assert not session.is_chief
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+
+
 @pytest.mark.parametrize("where", ["loop", "last epoch", "loop over the last epoch"])
 def test_the_chief_is_not_known_within_the_last_loop(
     tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
