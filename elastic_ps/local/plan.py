@@ -21,7 +21,7 @@ from elastic_ps.contract.words import amount
 
 LEAVE_GRACE = timedelta(minutes=1)
 _FIXED_GRACE = timedelta(seconds=5)
-"""Of workers with fixed shares, whose step may wait for a worker that has left."""
+"""The time to leave of workers whose step may wait for one that has left, since they have fixed shares."""
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
@@ -151,7 +151,6 @@ class Desired:
         backoff_limit: the number of failures that the job survives.
         deadline: the job fails after this time; None never.
         stop_diverged: whether the job fails when it does not learn.
-        fixed_workers: whether each worker has a share of the records that no other worker trains.
         schedule: changes of the number of workers that have not been made yet.
         start_limit: time for the parameter servers to answer.
         leave_grace: time for a worker to finish its step and leave.
@@ -169,7 +168,6 @@ class Desired:
     backoff_limit: int
     deadline: timedelta | None = None
     stop_diverged: bool = False
-    fixed_workers: bool = False
     schedule: tuple[ScaleAt, ...] = ()
     start_limit: timedelta = timedelta(seconds=120)
     leave_grace: timedelta = LEAVE_GRACE
@@ -536,7 +534,7 @@ def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -
         return
     workers = [process for process in alive if process.role in ("worker", "evaluator")]
     grace = desired.leave_grace if workers else desired.checkpoint_grace
-    if workers and desired.fixed_workers:
+    if workers and len(observed.progress.open_shares) > 1:
         grace = min(grace, _FIXED_GRACE)
     for process in workers or alive:
         yield from _end(process, grace, f"the job is over: {verdict.reason}", now)

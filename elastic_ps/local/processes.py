@@ -97,16 +97,16 @@ _MAY_PASS = {
     errno.ENOSPC,
     errno.EDQUOT,
 }
-_OF_DISKS = {errno.EROFS, errno.EIO, errno.ESTALE}
+_OF_DISKS = {errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.EHOSTDOWN}
 
 
 def may_pass(error: OSError, *, ran: bool) -> bool:
-    """Whether an error may pass: a lack of processes, memory, descriptors, disk space or time.
+    """Whether an error may pass: a lack of processes, memory, descriptors or disk space.
 
-    `ran`: a process has run here, so a disk that fails may come back, too.
+    `ran`: a process has run before, so a disk or host that does not answer may come back, too.
     """
-    known = error.errno in _MAY_PASS or (ran and error.errno in _OF_DISKS)
-    return known or isinstance(error, TimeoutError)
+    returns = error.errno in _OF_DISKS or isinstance(error, TimeoutError)
+    return error.errno in _MAY_PASS or (ran and returns)
 
 
 def opened(log: Path) -> BinaryIO:

@@ -279,7 +279,6 @@ class Launcher:
             backoff_limit=spec.run_policy.backoff_limit,
             deadline=None if seconds is None else timedelta(seconds=seconds),
             stop_diverged=spec.run_policy.on_divergence == "stop",
-            fixed_workers=spec.consistency.fixed_workers,
             schedule=self._schedule,
             evaluator_grace=None if spec.evaluator is None else spec.evaluator.finish_timeout,
             leave_grace=self.options.leave_grace,

@@ -342,12 +342,11 @@ def test_the_end_when_every_worker_has_ended_well(progress: Progress, phase: str
     assert (result.phase, result.reason) == (phase, reason)
 
 
-SHARES = replace(DESIRED, fixed_workers=True)
 LEFT = HALF.model_copy(update={"open_shares": [0, 1]})
 
 
 def test_a_worker_that_leaves_records_of_its_fixed_share_fails_the_job() -> None:
-    failed = verdict(worker(0), ended(1, 0), desired=SHARES, progress=LEFT)
+    failed = verdict(worker(0), ended(1, 0), progress=LEFT)
     assert (failed.phase, failed.reason) == ("Failed", "RecordsLeft")
     assert failed.message.startswith("worker 1 has ended its script, but only 50 of 100 records")
     assert "session.stop(reason)" in failed.message
@@ -355,20 +354,19 @@ def test_a_worker_that_leaves_records_of_its_fixed_share_fails_the_job() -> None
 
 def test_a_worker_may_be_done_with_its_fixed_share_before_the_others() -> None:
     others = HALF.model_copy(update={"open_shares": [0]})
-    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=others), NOW) == []
+    assert plan(DESIRED, observed(worker(0), ended(1, 0), progress=others), NOW) == []
 
 
 def test_workers_with_fixed_shares_have_less_time_to_leave() -> None:
     """A step of theirs may wait for a worker that has left."""
-    asked = replace(worker(0), asked=NOW)
-    seen = Observed(started=NOW, processes=(SERVER, asked), verdict=Verdict("Failed", "RecordsLeft", ""))
-    assert plan(DESIRED, seen, NOW + 6) == []
-    (kill,) = plan(SHARES, seen, NOW + 6)
-    assert isinstance(kill, Kill)
+    asked, concluded = replace(worker(0), asked=NOW), Verdict("Failed", "RecordsLeft", "")
+    for progress, kills in ((HALF, 0), (LEFT, 1), (LEFT.model_copy(update={"open_shares": [0]}), 0)):
+        seen = replace(observed(asked, progress=progress), verdict=concluded)
+        assert [type(action) for action in plan(DESIRED, seen, NOW + 6)] == [Kill] * kills
 
 
 def test_a_worker_with_a_fixed_share_is_judged_by_an_answer_from_after_its_end() -> None:
-    assert plan(SHARES, observed(worker(0), ended(1, 0), progress=LEFT, asked_at=NOW - 2), NOW) == []
+    assert plan(DESIRED, observed(worker(0), ended(1, 0), progress=LEFT, asked_at=NOW - 2), NOW) == []
 
 
 def test_the_end_is_judged_by_an_answer_from_after_the_last_worker() -> None:
