@@ -31,6 +31,7 @@ from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
+from elastic_ps.worker.all_reduce import AllReduce
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
@@ -576,8 +577,11 @@ class Cluster:
             self.seen("assignment", session, model)
 
     def seen(self, what: str, session: Session, model: Tally) -> None:
+        runtime = runtime_of(session)
+        if isinstance(runtime.strategy, AllReduce) and not runtime.strategy.has(session.version):
+            return  # it has joined, and copies the version with its first batch
         values = torch.stack([part.detach().clone() for part in model.parts])
-        term = runtime_of(session).client.term
+        term = runtime.client.term
         self.sights.append(Sight(f"{what} of worker {session.worker}", term, session.version, values))
 
     # --- the run
