@@ -7,6 +7,7 @@ the other's certificate; a client also checks that the other end is a server (`i
 
 from __future__ import annotations
 
+import errno
 import logging
 import ssl
 import threading
@@ -98,7 +99,8 @@ class Credentials:
                 except (OSError, ValueError) as error:
                     text = "the new certificate in %s cannot be used, so the old one stays in use: %s"
                     logger.warning(text, self._directory, _words(error))
-                    self._unusable = stamp
+                    if not _may_pass(error):
+                        self._unusable = stamp
             if datetime.now(UTC) > self._loaded.until and self._ended is not self._loaded:
                 self._ended = self._loaded
                 text = "the certificate in %s expired at %s, so nobody accepts it; put a new one there"
@@ -205,6 +207,12 @@ def _stat(path: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the files may be readable the next time. An SSLError has numbers of its own."""
+    numbers = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE)
+    return isinstance(error, OSError) and not isinstance(error, ssl.SSLError) and error.errno in numbers
 
 
 def _words(error: Exception) -> str:

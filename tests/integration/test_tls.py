@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import random
 import socket
@@ -436,6 +437,20 @@ def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path, caplog: pytes
     write(tmp_path / "worker", ca, "worker")
     old.current()
     assert len(caplog.messages) == 1
+
+
+def test_a_new_certificate_is_read_again_if_the_system_could_not_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ca = authority()
+    worker = Credentials(write(tmp_path / "worker", ca, "worker"))
+    before = worker.current().certificate
+    write(tmp_path / "worker", ca, "worker")
+    exhausted = iter((True, False))
+    too_many = OSError(errno.EMFILE, "Too many open files")
+    machine.fails(monkeypatch, Credentials, "_read", too_many, lambda: next(exhausted, False))
+    assert worker.current().certificate == before
+    assert worker.current().certificate != before
 
 
 def test_the_loopback_port_is_closed_to_strangers_and_the_socket_open_to_the_user(tmp_path: Path) -> None:
