@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -96,6 +97,11 @@ def issue(
         raise UsageError(f"the authority's key is of {type(ca_key).__name__}; expected ECDSA or RSA")
     if ca_key.public_key() != ca.public_key():
         raise UsageError("the authority's key is not the key of its certificate")
+    if not _may_sign(ca):
+        raise UsageError(
+            "the authority's certificate may not sign others. Issue one for an authority (CA:TRUE; with "
+            "cert-manager, isCA: true)"
+        )
     if ca.not_valid_after_utc <= now:
         raise UsageError(f"the authority expired at {ca.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -115,6 +121,23 @@ def issue(
         .add_extension(_key_identifier(ca, ca_key.public_key()), critical=False)
     )
     return KeyPair(_pem(builder.sign(ca_key, hashes.SHA256())), _key_pem(key))
+
+
+def _may_sign(certificate: x509.Certificate) -> bool:
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
+def is_issued_by(chain: bytes, roots: bytes) -> bool:
+    """Whether one of `roots` has issued the last certificate of `chain`, both PEM texts."""
+    last = x509.load_pem_x509_certificates(chain)[-1]
+    for root in x509.load_pem_x509_certificates(roots):
+        with suppress(ValueError, TypeError, InvalidSignature):
+            last.verify_directly_issued_by(root)
+            return True
+    return False
 
 
 def trusts_itself(certificate: bytes) -> bool:

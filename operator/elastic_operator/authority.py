@@ -18,7 +18,14 @@ from datetime import datetime, timedelta
 
 from elastic_operator.api import Api, ApiError
 from elastic_operator.certificates import Issued
-from elastic_ps.contract.certificates import KeyPair, issue, make_authority, trusts_itself, validity_of
+from elastic_ps.contract.certificates import (
+    KeyPair,
+    is_issued_by,
+    issue,
+    make_authority,
+    trusts_itself,
+    validity_of,
+)
 from elastic_ps.contract.env import IDENTITIES, Role
 from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
 from elastic_ps.errors import UsageError
@@ -93,6 +100,10 @@ class Authority:
         if not (root := data.get(CA_FILE)):
             raise UsageError(
                 f"{self}: {CERTIFICATE_FILE} is not a root certificate; add the root as {CA_FILE}"
+            )
+        if not is_issued_by(certificate, root):
+            raise UsageError(
+                f"{self}: no certificate of {CA_FILE} has issued {CERTIFICATE_FILE}; add the root that has"
             )
         return _Signer(KeyPair(certificate, key), root, certificate)
 

@@ -484,3 +484,25 @@ def test_an_intermediate_needs_its_root(server: ApiServer, tmp_path: Path) -> No
     operator.turns(2)
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert "add the root as ca.crt" in degraded.message
+
+
+@pytest.mark.parametrize(
+    ("authority", "trusted", "said"),
+    [
+        ("leaf", "root", "the authority's certificate may not sign others"),
+        ("leaf", "other", "no certificate of ca.crt has issued tls.crt"),
+    ],
+)
+def test_a_secret_that_no_process_would_accept_is_refused(
+    server: ApiServer, tmp_path: Path, authority: str, trusted: str, said: str
+) -> None:
+    now = datetime.now(UTC)
+    made = {name: make_authority(name, now=now, lifetime=30 * DAY) for name in ("root", "other")}
+    made["leaf"] = issue(made["root"], Identity("a", "worker"), now=now, lifetime=DAY)
+    data = {"tls_crt": made[authority].certificate, "tls_key": made[authority].key}
+    server.put("secrets", encoded(**data, ca_crt=made[trusted].certificate))
+    operator = operator_of(server, tmp_path)
+    server.add_job()
+    operator.turns(2)
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.reason, said in degraded.message) == (REFUSED, True), degraded.message
