@@ -52,18 +52,18 @@ class Curve:
 
     limit: int = 1024
     points: list[tuple[int, float]] = field(default_factory=list)
-    _stride: int = 1
+    stride: int = 1
     _skipped: int = 0
 
     def add(self, version: int, value: float) -> None:
         self._skipped += 1
-        if self._skipped < self._stride:
+        if self._skipped < self.stride:
             return
         self._skipped = 0
         self.points.append((version, value))
         if len(self.points) > self.limit:
             self.points = self.points[::2]
-            self._stride *= 2
+            self.stride *= 2
 
 
 @dataclass

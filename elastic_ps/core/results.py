@@ -52,8 +52,8 @@ class Results:
             self.loss.add(version, loss)
             self.judge(loss, ledger)
         keep(self.metrics, reported)
-        for rate in (self.rate, self.steady):
-            rate.add(ledger.applied if ledger else 0, now)
+        self.rate.add(ledger.applied if ledger else 0, now)
+        self.steady.add(ledger.applied + ledger.skipped if ledger else 0, now)
 
     def judge(self, loss: float, ledger: Ledger | FixedSchedule | None) -> None:
         """Add the job's present loss; NaN if a worker's gradient was not finite."""

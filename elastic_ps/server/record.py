@@ -62,6 +62,7 @@ class JobRecord(BaseModel):
     members: list[Member]
     metrics: dict[str, float]
     loss: list[tuple[int, float]]
+    loss_stride: int = 1
     trend: Trend
     staleness: tuple[list[tuple[int, int]], int]
     round: dict[str, Any]
@@ -83,6 +84,7 @@ class JobRecord(BaseModel):
             members=state.members.all(),
             metrics=state.results.metrics,
             loss=state.results.loss.points,
+            loss_stride=state.results.loss.stride,
             trend=state.results.trend,
             staleness=(list(state.results.staleness.counts.items()), state.results.staleness.largest),
             round=state.last_round,
@@ -151,7 +153,8 @@ class JobRecord(BaseModel):
         state.chiefs = Chiefs(self.chief, dict(self.chiefs), dict.fromkeys(epoch for epoch, _ in self.chiefs))
         state.script_state = self.script_state
         staleness = Distribution(dict(self.staleness[0]), self.staleness[1])
-        state.results = Results(self.metrics, Curve(points=self.loss), self.trend, staleness=staleness)
+        loss = Curve(points=self.loss, stride=self.loss_stride)
+        state.results = Results(self.metrics, loss, self.trend, staleness=staleness)
         self.trend.begin_again()
         return state
 

@@ -166,9 +166,8 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
         return progress
     done = state.ledger.applied + state.ledger.skipped
     left = state.ledger.expected - done
-    rate, steady = (
-        each.per_second(state.ledger.applied, now) for each in (state.results.rate, state.results.steady)
-    )
+    rate = state.results.rate.per_second(state.ledger.applied, now)
+    steady = state.results.steady.per_second(done, now)
     return progress.model_copy(
         update={
             "epoch": state.ledger.complete_epochs,

@@ -209,6 +209,32 @@ def test_progress_in_numbers(state: JobState) -> None:
     assert (progress.durable_version, progress.durable_time) == (None, None)
 
 
+def test_what_is_skipped_counts_for_how_long_the_rest_takes(state: JobState) -> None:
+    state.ledger = Ledger(records=80, epochs=1, shard_records=10)
+    member = join(state, 0)
+    for number in range(3):
+        made = contribution(state, member, step=number)
+        (held,) = made.records
+        middle = held.start + 4
+        parts = held._replace(stop=middle), held._replace(start=middle)
+        made = replace(made, samples=4, records=parts[:1], skipped=parts[1:])
+        committed(state, [made], now=float(number))
+        state.take(0, member.incarnation, 10)
+    progress = status.progress(state, 2.0, None)
+    assert (progress.records_applied, progress.records_skipped, progress.eta_seconds) == (12, 18, 5)
+
+
+def test_the_loss_curve_stays_as_dense_in_the_next_term() -> None:
+    state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.TRAINING)
+    curve = state.results.loss
+    for version in range(100_000):
+        curve.add(version, 1.0)
+    again = next_term(json.loads(json.dumps(record.to_checkpoint(state))), version=0).results.loss
+    for version in range(100_000, 200_000):
+        again.add(version, 1.0)
+    assert sum(version < 100_000 for version, _ in again.points) > len(again.points) / 3
+
+
 def test_a_pause_hardly_changes_how_long_the_rest_is_said_to_take(state: JobState) -> None:
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     member = join(state, 0)
