@@ -125,12 +125,12 @@ class AllReduce(Strategy):
             self._broken, self._overlap = problem, None
 
     def _require_finite(self, bucket: Bucket) -> None:
-        """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
+        """Raise Refused (NOT_FINITE) if this worker's gradients or buffers would spoil those of all."""
         step = self.under_way
         assert step is not None, "begin was called"
-        if bucket.rule is Rule.GRADIENT:
-            who = f"worker {step.member_id.worker}, step {step.number}, bucket {bucket.index}"
-            require_finite(self._flat.contribution_of(bucket), who, advice=WHAT_TO_DO)
+        usual = self._flat.value_of(bucket) if bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
+        who = f"worker {step.member_id.worker}, step {step.number}, bucket {bucket.index}"
+        require_finite(self._flat.contribution_of(bucket), who, usual=usual, advice=WHAT_TO_DO)
 
     def reset(self) -> None:
         """Forget the step under way, and the group."""

@@ -558,14 +558,20 @@ def test_workers_that_skip_their_last_steps_hand_the_version_over_too(tmp_path: 
         assert job.status().term == 1, "no version was lost"
 
 
+@pytest.mark.parametrize("what", ["gradient", "buffer"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_gradient_that_is_not_finite_is_refused_where_it_is_made(tmp_path: Path, overlap: bool) -> None:
+def test_what_is_not_finite_is_refused_where_it_is_made(tmp_path: Path, overlap: bool, what: str) -> None:
     def script(session: Session) -> None:
-        model = make_mlp()
+        norm = torch.nn.BatchNorm1d(6)
+        model = torch.nn.Sequential(norm, make_mlp())
         optimizer = session.optimizer(sgd(model), model, overlap=overlap)
         for step, (x, y) in enumerate(session.loader(Numbers(50), 5)):
+            wrong = float("nan") if step == 2 else 1.0
             optimizer.zero_grad()
-            (mse(model, x, y) * (float("nan") if step == 2 else 1.0)).backward()
+            if what == "buffer":
+                assert norm.running_mean is not None
+                norm.running_mean.mul_(wrong)
+            (mse(model, x, y) * (wrong if what == "gradient" else 1.0)).backward()
             optimizer.step()
 
     with running(tmp_path) as job:
