@@ -137,9 +137,9 @@ class Members:
         member = self.live.get(worker)
         if member is None or member.incarnation != incarnation:
             gone = next((each for each in self.departed if each.incarnation == incarnation), None)
-            if gone is not None and gone.outcome == "hung":
-                raise Refused(RefusalCode.HUNG, f"worker {worker} was declared hung: {gone.reason}")
             if gone is not None:
+                if gone.outcome == "hung":
+                    raise Refused(RefusalCode.HUNG, f"worker {worker} was declared hung: {gone.reason}")
                 self._renew(gone, now)  # it may come to the end of its script without joining again
             current = f"its current incarnation is {member.incarnation}" if member else "it is not a member"
             raise Refused(

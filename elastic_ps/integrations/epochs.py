@@ -91,7 +91,7 @@ class EpochLoader:
 
     @property
     def entered(self) -> bool:
-        """Whether a loop has begun, or none will, because the training was finished before."""
+        """Return True once a loop has begun, or once training has ended without one."""
         return self.begun > 0 or self._finished
 
     @property

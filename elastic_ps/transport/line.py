@@ -127,7 +127,7 @@ class Line:
             os.close(self._handed.pop())
 
     def alive(self) -> bool:
-        """Whether the other side is still connected, as far as is known, even if not all is read yet."""
+        """Return True while the other side seems to be connected. Data that were not read do not matter."""
         self._poll.modify(self._sock, select.POLLRDHUP)
         return not self._poll.poll(0)
 

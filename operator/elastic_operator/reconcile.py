@@ -401,12 +401,13 @@ def _workers(
     there = {pod.index: pod for pod in observed.of("worker")}
     # If a finished job is resumed, one worker has to find out that nothing is left.
     finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
-    chief = status.progress.chief if finished else None  # its replacement evaluates and saves
     wanted, servers = desired.workers(observed), desired.spec.parameter_server.replicas
+    # The chief's replacement evaluates and saves.
+    needless = {*wanted} - {status.progress.chief} if finished else frozenset[int]()
     # Without its servers, a worker would wait in vain, and fail.
     stranded = "ps" in desired.withheld and len(observed.of("ps")) < servers
     for index in wanted:
-        if index not in there and (not finished or index == chief) and not stranded:
+        if index not in there and index not in needless and not stranded:
             reason = f"the job asks for {amount(desired.replicas, 'worker')}"
             yield from _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):
@@ -421,9 +422,9 @@ def _workers(
             yield DeletePod.of(pod, why.message, told=pod.uid in status.worker.counted_pods)
         elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {amount(desired.replicas, 'worker')}")
-        elif pod.active and finished and pod.unbegun and index != chief:
+        elif pod.active and index in needless and pod.unbegun:
             yield DeletePod.of(pod, "the training is finished, and its container has not started")
-        elif pod.active and finished and index != chief and _stays_out(pod, observed, now):
+        elif pod.active and index in needless and _stays_out(pod, observed, now):
             yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
         elif pod.stuck and desired.renewable(pod):
             yield DeletePod.of(pod, MENDED)

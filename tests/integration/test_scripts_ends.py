@@ -330,9 +330,7 @@ def test_a_script_that_leaves_the_epochs_before_its_first_loop_is_not_the_chief(
             break
         assert not session.is_chief
 
-    with running_job(tmp_path) as job:
-        job.start(0, script)
-        job.join()
+    alone(tmp_path, script)
 
 
 @pytest.mark.parametrize("where", ["loop", "last epoch", "loop over the last epoch"])

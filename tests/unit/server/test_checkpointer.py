@@ -64,12 +64,17 @@ def checkpoints(store: Store, limits: ServerLimits) -> Iterator[Checkpointer]:
     made.close()
 
 
-def keep(store: Store, checkpoints: Checkpointer, version: int, *, now: float = 0.0) -> None:
-    """Write a checkpoint of a version, and wait until it is on disk."""
+def write(store: Store, checkpoints: Checkpointer, version: int) -> None:
+    """Write a checkpoint of a version, which is then being finished."""
     number = checkpoints.number()
-    checkpoints.begin(version, now, dict(STATE), number=number)
+    checkpoints.begin(version, 0.0, dict(STATE), number=number)
     file = store.write_shard(checkpoints.term, version, 0, 1, iter(()), number=number)
     checkpoints.part(0, Written(checkpoints.term, number, version, file, "", timedelta(0)))
+
+
+def keep(store: Store, checkpoints: Checkpointer, version: int) -> None:
+    """Write a checkpoint of a version, and wait until it is on disk."""
+    write(store, checkpoints, version)
     eventually(lambda: checkpoints.durable_version == version, f"version {version} is on disk")
 
 
@@ -242,10 +247,7 @@ def test_nothing_is_deleted_while_it_is_not_known_which_version_is_the_best(
     away = StorageUnavailable("Input/output error")
     unreadable = iter((True, False))
     machine.fails(monkeypatch, files, "read_text_if_any", away, lambda: next(unreadable, False))
-    number = checkpoints.number()
-    checkpoints.begin(3, 1.0, dict(STATE), number=number)
-    file = store.write_shard(checkpoints.term, 3, 0, 1, iter(()), number=number)
-    checkpoints.part(0, Written(checkpoints.term, number, 3, file, "", timedelta(0)))
+    write(store, checkpoints, 3)
     eventually(lambda: not checkpoints.writing, "the checkpoint is given up")
     assert "Input/output error" in checkpoints.failure
     keep(store, checkpoints, 4)
