@@ -30,7 +30,7 @@ from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import SLOWEST, USUAL, ServerLimits
-from elastic_ps.server.orders import Advance, Written
+from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.record import to_checkpoint
 from elastic_ps.transport import calls
 
@@ -87,7 +87,7 @@ class Checkpointer:
         limits: ServerLimits = USUAL,
     ) -> None:
         self._limits, self._problem = limits, ""
-        self._allowed = limits.given_up  # the time for a checkpoint of this model
+        self._size, self._rows = 0, [0] * shards  # bytes of the model on each shard, and of each one's tables
         self.fenced, self.paused = False, timedelta(0)
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
@@ -278,11 +278,10 @@ class Checkpointer:
             state: the state of the job at this version, without tensors.
         """
         tensors, optimizer, state = _beside_model(state)
-        size = sum(math.prod(t["shape"]) * ITEM_SIZE.get(t["dtype"], 0) for t in tensors) // self._shards
+        size = sum(math.prod(t["shape"]) * ITEM_SIZE.get(t["dtype"], 0) for t in tensors)
         with self._lock:
             self._last, self._last_version, self._files = now, version, {}
-            # An optimizer has up to about four values for each of the model.
-            self._allowed = calls.allowing(self._limits.given_up, 5 * size, SLOWEST)
+            self._size = size // self._shards
             self._pending = Manifest(
                 job=self._name,
                 version=version,
@@ -327,8 +326,8 @@ class Checkpointer:
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
         """
-        began, silent, patience = time.monotonic(), math.inf, self._limits.patience.total_seconds()
-        deadline = began + self._allowed.total_seconds()
+        began, silent, closed = time.monotonic(), math.inf, math.inf
+        patience = self._limits.patience.total_seconds()
         while self._lacks_parts:
             try:
                 ask()
@@ -341,8 +340,8 @@ class Checkpointer:
                     raise
             now = time.monotonic()
             if closing():
-                deadline = min(deadline, now + patience)  # counted from the first look that finds it so
-            if now > deadline:
+                closed = min(closed, now + patience)  # counted from the first look that finds it so
+            if now > min(closed, began + self._allowed):
                 self._give_up(f"a shard has not written its part after {now - began:.0f} s")
             elif now - silent > patience:
                 self._give_up(f"a shard has not answered for {now - silent:.0f} s")
@@ -369,9 +368,17 @@ class Checkpointer:
         self._pending, self._problem = None, problem
         self._last -= max(0.0, (self._times.interval - OVERDUE).total_seconds()) if problem else 0.0
 
-    def part(self, shard: int, written: Written | None) -> None:
+    @property
+    def _allowed(self) -> float:
+        """The seconds for a checkpoint. An optimizer has up to about four values for each of the model."""
+        size = 5 * self._size + max(self._rows)
+        return calls.allowing(self._limits.given_up, size, SLOWEST).total_seconds()
+
+    def part(self, shard: int, report: Report) -> None:
         """Note the part that a shard has written. Shards report it more than once."""
+        written = report.written
         with self._lock:
+            self._rows[shard] = sum(table.size_bytes for table in report.tables)
             if written is None or self._pending is None or shard in self._files:
                 return
             if (written.term, written.number) != (self._pending.term, self._pending.number):
@@ -391,7 +398,7 @@ class Checkpointer:
     def give_up_late(self, now: float) -> None:
         """Give up a checkpoint that has been under way for too long, so another one can begin."""
         with self._lock:
-            most = self._allowed.total_seconds()
+            most = self._allowed
             late = self._pending is not None and now - self._last > most
             missing = sorted(set(range(self._shards)) - self._files.keys())
         if late:
@@ -441,7 +448,7 @@ class Checkpointer:
         end = (state.term, state.version, state.script_state)
         if self._ended is None or self._ended[0] != end:
             self._ended = (end, now)
-        return now - self._ended[1] > self._allowed.total_seconds()
+        return now - self._ended[1] > self._allowed
 
     def _holds(self) -> bool:
         """Whether the current version is on disk, and its end if training has ended. The lock is held."""

@@ -463,7 +463,10 @@ class CommitCoordinator:
         mutable = mutable_of(found, job.mutable)
         scales.check(mutable.consistency.staleness_scale)
         Plan(mutable.compression)  # before any shard is told
-        told = Configuration(layout, found.optimizer, settings, term, found.version, mutable=mutable)
+        size = sum(file.size for file in found.files)
+        told = Configuration(
+            layout, found.optimizer, settings, term, found.version, mutable=mutable, load_bytes=size
+        )
         try:
             self._configure(told)
         except Refused as refusal:
@@ -535,7 +538,7 @@ class CommitCoordinator:
         for shard, report in zip([*range(1, len(self.shards)), 0], reports, strict=True):
             if self._standbys:
                 self.standings[shard] = report.standby
-            self.checkpoints.part(shard, report.written)
+            self.checkpoints.part(shard, report)
         self.queued = frozenset().union(*(report.queued for report in reports))
         self.tables = added(report.tables for report in reports)
         return reports

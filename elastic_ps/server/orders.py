@@ -40,6 +40,7 @@ class Configuration:
     Attributes:
         follows: the receiver is a standby, which gets its state from its shard.
         mutable: the mutable fields of the term.
+        load_bytes: the bytes of the files of `load_version`, of all shards. Only the sender knows them.
     """
 
     layout: Layout
@@ -49,6 +50,7 @@ class Configuration:
     load_version: int | None
     follows: bool = False
     mutable: MutableFields = field(default_factory=MutableFields)
+    load_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -219,9 +221,9 @@ class RemoteShard:
     def configure(self, configuration: Configuration) -> None:
         """See ShardControl. Waits until the shard has started; raises ConnectionLost if it does not."""
         # Ordered once more, a shard would read the checkpoint once more, beside the first time.
-        timeout, size = CALL_TIMEOUT, 3 * sum(bucket.nbytes for bucket in configuration.layout.buckets)
+        timeout = CALL_TIMEOUT
         if configuration.load_version is not None:
-            timeout = calls.allowing(10 * CALL_TIMEOUT, size, SLOWEST)
+            timeout = calls.allowing(10 * CALL_TIMEOUT, configuration.load_bytes, SLOWEST)
 
         def ask() -> None:
             request = to_message(pb.ConfigureRequest, configuration, job=self._job, **vars(self._order()))

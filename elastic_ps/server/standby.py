@@ -319,7 +319,7 @@ class Rescue:
 
         def ask() -> None:
             for index, writer in enumerate(writers):
-                checkpoints.part(index, writer.advance(probe).written)
+                checkpoints.part(index, writer.advance(probe))
 
         with suppress(Refused):  # a writer has lost the version; `failure` says so
             checkpoints.await_whole(ask, closing=self.closing)

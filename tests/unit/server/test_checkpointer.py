@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.api.checkpoints import Times
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
@@ -28,7 +29,7 @@ from elastic_ps.errors import (
 from elastic_ps.evaluation import results
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import SLOWEST, ServerLimits
-from elastic_ps.server.orders import Written
+from elastic_ps.server.orders import Report, Written
 from tests.testing import machine
 from tests.testing.polling import eventually
 
@@ -69,7 +70,7 @@ def write(store: Store, checkpoints: Checkpointer, version: int) -> None:
     number = checkpoints.number()
     checkpoints.begin(version, 0.0, dict(STATE), number=number)
     file = store.write_shard(checkpoints.term, version, 0, 1, iter(()), number=number)
-    checkpoints.part(0, Written(checkpoints.term, number, version, file, "", timedelta(0)))
+    checkpoints.part(0, Report(Written(checkpoints.term, number, version, file, "", timedelta(0))))
 
 
 def keep(store: Store, checkpoints: Checkpointer, version: int) -> None:
@@ -97,7 +98,7 @@ def test_versions_count_from_the_last_checkpoint(store: Store, checkpoints: Chec
     checkpoints.begin(150, 10.0, dict(STATE), number=number)
     assert not checkpoints.due(1000, 1000.0), "one at a time"
     file = store.write_shard(checkpoints.term, 150, 0, 1, iter(()), number=number)
-    checkpoints.part(0, Written(checkpoints.term, number, 150, file, "", timedelta(0)))
+    checkpoints.part(0, Report(Written(checkpoints.term, number, 150, file, "", timedelta(0))))
     eventually(lambda: checkpoints.durable_version == 150, "version 150 is on disk")
     assert not checkpoints.due(249, 11.0)
     assert checkpoints.due(250, 11.0)
@@ -130,10 +131,10 @@ def test_a_roll_back_is_not_taken_for_a_rival(store: Store, checkpoints: Checkpo
         file = store.write_shard(checkpoints.term, version, 0, 1, iter(()), number=version)
         written = Written(checkpoints.term, version, version, file, "", timedelta(0))
         if version == 1:
-            checkpoints.part(0, written)
+            checkpoints.part(0, Report(written))
             eventually(lambda: checkpoints.durable_version == 1, "version 1 is on disk")
     with files.locked(store.directory / "lock"):  # version 2 waits here to be finished
-        checkpoints.part(0, written)
+        checkpoints.part(0, Report(written))
         rolled = threading.Thread(target=checkpoints.begin_term)
         rolled.start()
     rolled.join()
@@ -165,10 +166,10 @@ def test_a_part_that_was_ordered_before_a_roll_back_is_none_of_the_checkpoint_af
     checkpoints.begin(10, 0.0, dict(STATE), number=1)
     checkpoints.begin_term()
     checkpoints.begin(10, 0.0, dict(STATE), number=2)
-    checkpoints.part(0, old)
+    checkpoints.part(0, Report(old))
     new = store.write_shard(checkpoints.term, 10, 0, 1, iter(()), number=2)
     assert checkpoints.writing
-    checkpoints.part(0, Written(checkpoints.term, 2, 10, new, "", timedelta(0)))
+    checkpoints.part(0, Report(Written(checkpoints.term, 2, 10, new, "", timedelta(0))))
     eventually(lambda: checkpoints.durable_version == 10, "version 10 is on disk")
     assert store.manifest(10).term == checkpoints.term
 
@@ -224,6 +225,17 @@ def test_the_part_of_a_large_model_may_take_longer(two_shards: Checkpointer) -> 
     """Else it would never be on disk: each new attempt is as late."""
     tensors = [{"dtype": "bfloat16", "shape": [60, SLOWEST]}, {"dtype": "json", "shape": [1 << 40]}]
     two_shards.begin(1, 0.0, {"tensors": tensors, "optimizer": "SGD"}, number=1)
+    two_shards.give_up_late(899.0)
+    assert two_shards.writing
+    two_shards.give_up_late(901.0)
+    assert "after 900 s" in two_shards.failure
+
+
+def test_the_part_of_a_shard_with_many_rows_may_take_longer(two_shards: Checkpointer) -> None:
+    """Rows of tables are beside the model: a job of nothing else had ten minutes for hundreds of GB."""
+    two_shards.part(0, Report(tables=(TableStatus(name="a", size_bytes=60 * SLOWEST),)))
+    two_shards.part(1, Report(tables=tuple(TableStatus(name=n, size_bytes=150 * SLOWEST) for n in "ab")))
+    two_shards.begin(1, 0.0, dict(STATE), number=1)
     two_shards.give_up_late(899.0)
     assert two_shards.writing
     two_shards.give_up_late(901.0)
@@ -292,12 +304,12 @@ def test_a_checkpoint_is_whole_when_each_shard_has_written_its_part(
     checkpoints.begin(5, 0.0, {**STATE, "chief": 3}, number=number)
     assert checkpoints.due(6, 1000.0) is False, "one at a time"
     first, second = (part_of(store, checkpoints, 5, shard, number=number) for shard in (0, 1))
-    checkpoints.part(1, second)
-    checkpoints.part(1, second)
+    checkpoints.part(1, Report(second))
+    checkpoints.part(1, Report(second))
     assert checkpoints.writing
     assert checkpoints.durable_version is None
-    checkpoints.part(0, None)
-    checkpoints.part(0, first)
+    checkpoints.part(0, Report(None))
+    checkpoints.part(0, Report(first))
     eventually(lambda: checkpoints.durable_version == 5, "it is whole")
     manifest = store.manifest(5)
     assert [file.file for file in manifest.files] == [
@@ -315,14 +327,16 @@ def test_a_checkpoint_is_whole_when_each_shard_has_written_its_part(
 def test_a_part_that_cannot_be_written_ends_its_checkpoint_and_is_told(two_shards: Checkpointer) -> None:
     checkpoints = two_shards
     checkpoints.begin(5, 0.0, dict(STATE), number=1)
-    checkpoints.part(0, Written(checkpoints.term, 1, 5, None, "No space left on device", timedelta(0)))
+    checkpoints.part(
+        0, Report(Written(checkpoints.term, 1, 5, None, "No space left on device", timedelta(0)))
+    )
     assert not checkpoints.writing
     assert checkpoints.failure == checkpoints.problem(5, 0.0) == "No space left on device"
     assert not checkpoints.due(6, 29.0)
     assert checkpoints.due(6, 30.0), "it is tried again after the interval"
     checkpoints.tune(Times(interval=timedelta(hours=1), every_versions=None, keep=2))
     checkpoints.begin(6, 100.0, dict(STATE), number=2)
-    checkpoints.part(0, Written(checkpoints.term, 2, 6, None, "Stale file handle", timedelta(0)))
+    checkpoints.part(0, Report(Written(checkpoints.term, 2, 6, None, "Stale file handle", timedelta(0))))
     assert not checkpoints.due(7, 159.0)
     assert checkpoints.due(7, 160.0), "or after a minute"
 
@@ -332,13 +346,13 @@ def test_a_checkpoint_that_cannot_be_finished_is_told_until_one_can(
 ) -> None:
     checkpoints.begin(1, 0.0, dict(STATE), number=1)
     missing = ShardFile("shard-0-of-1.safetensors", "0" * 64, 3)
-    checkpoints.part(0, Written(checkpoints.term, 1, 1, missing, "", timedelta(0)))
+    checkpoints.part(0, Report(Written(checkpoints.term, 1, 1, missing, "", timedelta(0))))
     eventually(lambda: not checkpoints.writing, "it is given up")
     assert checkpoints.durable_version is None
     assert checkpoints.failure
     checkpoints.begin(2, 0.0, dict(STATE), number=2)
     file = store.write_shard(checkpoints.term, 2, 0, 1, iter(()), number=2)
-    checkpoints.part(0, Written(checkpoints.term, 2, 2, file, "", timedelta(0)))
+    checkpoints.part(0, Report(Written(checkpoints.term, 2, 2, file, "", timedelta(0))))
     eventually(lambda: checkpoints.durable_version == 2, "the next one is whole")
     eventually(lambda: not checkpoints.failure, "and nothing is wrong any more")
 
@@ -357,7 +371,7 @@ def test_whoever_waits_for_a_checkpoint_asks_until_it_is_whole(
         if asked == 1:
             raise ConnectionLost("reset")
         if asked == 3:
-            checkpoints.part(0, Written(checkpoints.term, 1, 1, file, "", timedelta(0)))
+            checkpoints.part(0, Report(Written(checkpoints.term, 1, 1, file, "", timedelta(0))))
 
     checkpoints.await_whole(ask)
     assert (asked, checkpoints.durable_version) == (3, 1)
@@ -420,7 +434,7 @@ def test_a_broken_checkpoint_is_told_until_a_new_one_is_written(
     for version in (1, 2):
         checkpoints.begin(version, 0.0, dict(STATE), number=version)
         file = store.write_shard(checkpoints.term, version, 0, 1, iter(()), number=version)
-        checkpoints.part(0, Written(checkpoints.term, version, version, file, "", timedelta(0)))
+        checkpoints.part(0, Report(Written(checkpoints.term, version, version, file, "", timedelta(0))))
         eventually(lambda v=version: checkpoints.durable_version == v, "it is on disk")  # type: ignore[misc]
     part = next(path for path in store.path(2).iterdir() if path.suffix == ".safetensors")
     part.write_bytes(b"damaged")

@@ -44,13 +44,13 @@ class Part(Notes):
         super().__init__()
         self._store, self._index = store, index
         self._written: Written | None = None
-        self.loaded: list[int | None] = []
+        self.loaded: list[tuple[int | None, int]] = []
         self.broken = False
 
     def configure(self, configuration: Configuration) -> None:
         if self.broken:
             raise ConnectionLost("nobody serves there")
-        self.loaded.append(configuration.load_version)
+        self.loaded.append((configuration.load_version, configuration.load_bytes))
 
     def advance(self, advance: Advance) -> Report:
         super().advance(advance)
@@ -167,7 +167,9 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
     job.shards[1].broken = False
     eventually(lambda: job.zero.status().term > 1 and not job.zero.job.rolling_back, "it has worked")
     assert job.zero.status().problem == ""
-    assert [shard.loaded[-1] for shard in job.shards] == [0, 0]
+    size = sum(file.size for file in job.store.manifest(0).files)
+    assert size > 0
+    assert [shard.loaded[-1] for shard in job.shards] == [(0, size)] * 2
     joined = join(coordinator, 1)
     assert not joined.pending
     assert not joined.initialise

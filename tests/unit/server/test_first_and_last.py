@@ -77,7 +77,7 @@ class Rig:
             self.lost_calls -= 1
             raise ConnectionLost("reset")
         self.orders.append(advance)
-        self.checkpoints.part(0, self.node.advance(advance).written)
+        self.checkpoints.part(0, self.node.advance(advance))
 
     def finish(self) -> None:
         """All records are in the model, of version 0: here nothing is computed."""

@@ -31,7 +31,7 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Configuration, OrderId, RemoteShard, Written
+from elastic_ps.server.orders import Advance, Configuration, OrderId, RemoteShard, Report, Written
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower
@@ -144,7 +144,7 @@ def test_a_part_that_is_told_twice_is_one_part(tmp_path: Path) -> None:
     ]
     try:
         for shard in (0, 0, 1, 1, 0):
-            checkpoints.part(shard, parts[shard])
+            checkpoints.part(shard, Report(parts[shard]))
     finally:
         checkpoints.close()
     assert checkpoints.durable_version == 1
