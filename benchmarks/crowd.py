@@ -36,9 +36,9 @@ from elastic_ps.core.partition import Layout, Rule
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.transport.ways import connect
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.worker.model.description import ModelDescription
+from elastic_ps.worker.wire.client import Client
+from elastic_ps.worker.wire.dialogue import Step
 
 LEASE = 10.0
 """Seconds; a worker is heard of three times in that."""

@@ -44,7 +44,7 @@ from benchmarks.datapath import (
 from benchmarks.network import Hosts, killed_at_the_end, require_alive, start_job
 from elastic_ps.api.job import BUCKET_BYTES, TrainingJobSpec
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.worker.model.description import ModelDescription
 
 STEPS, WARM = 24, 6
 """How many steps a worker makes, and how many of them are not measured."""

@@ -22,8 +22,8 @@ from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
 from elastic_ps.api.job import BUCKET_BYTES
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.server.values import BucketValues
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.server.shards.values import BucketValues
+from elastic_ps.worker.model.description import ModelDescription
 
 SAMPLES = 64
 OPTIMIZERS: dict[str, dict[str, float]] = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {"lr": 1e-4}}

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from elastic_ps.evaluation.checkpoints import checkpoints
     from elastic_ps.evaluation.source import Checkpoint
     from elastic_ps.standalone import connect
-    from elastic_ps.worker.local_world import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
     from elastic_ps.worker.session import Session
+    from elastic_ps.worker.wire.local_world import Drained
 
 _PLACES = {
     "connect": "elastic_ps.standalone",
     "Session": "elastic_ps.worker.session",
-    "Drained": "elastic_ps.worker.local_world",
+    "Drained": "elastic_ps.worker.wire.local_world",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "load_checkpoint": "elastic_ps.checkpoint.plain",
     "Engine": "elastic_ps.contrib.engine",

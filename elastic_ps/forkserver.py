@@ -45,7 +45,7 @@ def _programs() -> Mapping[str, Callable[[], int]]:
         from elastic_ps.process import compiler  # noqa: F401
         from elastic_ps.server import __main__ as server
         from elastic_ps.server import process as parameter_server  # noqa: F401
-        from elastic_ps.server import status  # noqa: F401
+        from elastic_ps.server.job import status  # noqa: F401
         from elastic_ps.transport import credentials, grpc, ways  # noqa: F401
         from elastic_ps.worker import __main__ as worker
         from elastic_ps.worker import current  # noqa: F401

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,27 @@ def internals_page() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """A row for each package, in the order of the layers that `make check` enforces."""
+    """A row for each package, and its own packages, in the order of the layers that `make check` enforces."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    for layer in settings["tool"]["importlinter"]["contracts"][0]["layers"]:
-        for name in layer.split(" | "):
-            path = ROOT / name.replace(".", "/")
-            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            said = ast.get_docstring(ast.parse(file.read_text())) or ""
-            first = " ".join(said.partition("\n\n")[0].split()).replace("|", "&#124;")
-            yield f"| `{name.partition('.')[2]}` | {first} |\n"
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    inside = {name: contract["layers"] for contract in contracts for name in contract.get("containers", ())}
+    for name in _modules(contracts[0]["layers"]):
+        yield _row(name)
+        parts = (f"{name}.{part}" for part in _modules(inside.get(name, ())))
+        yield from (_row(part) for part in parts if _path(part).is_dir())
+
+
+def _modules(layers: Iterable[str]) -> list[str]:
+    return [name for layer in layers for name in layer.split(" | ")]
+
+
+def _path(name: str) -> Path:
+    return ROOT / name.replace(".", "/")
+
+
+def _row(name: str) -> str:
+    path = _path(name)
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    said = ast.get_docstring(ast.parse(file.read_text())) or ""
+    first = " ".join(said.partition("\n\n")[0].split()).replace("|", "&#124;")
+    return f"| `{name.partition('.')[2]}` | {first} |\n"

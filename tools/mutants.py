@@ -30,7 +30,7 @@ GROUPS = {
     "core": ["elastic_ps/core/*.py"],
     "data": ["elastic_ps/data/*.py"],
     "server": [
-        "elastic_ps/server/*.py",
+        "elastic_ps/server/**/*.py",
         *(
             f"elastic_ps/{name}.py"
             for name in ("tensors/store", "tensors/spread", "codec/decoder", "codec/values")
@@ -171,7 +171,8 @@ def _replaced(source: str, number: int, after: ast.AST) -> str:
 
 def chosen_tests(file: Path, tree: Path) -> list[str]:
     """The test files below `tree` that speak of the module's package."""
-    package = ".".join(file.relative_to(ROOT).parts[-3:-1]).removeprefix("operator.")
+    parts = [part for part in file.relative_to(ROOT).parts[:-1] if part != "operator"]
+    package = ".".join(parts[:2])
     tests = sorted((tree / "tests" / "unit").rglob("test_*.py"))
     return [str(path.relative_to(tree)) for path in tests if package in _with_helpers(path, tree)]
 

@@ -22,7 +22,7 @@ from elastic_ps.api.status import EvaluationStatus, Progress, ServerStatus, Stal
 from elastic_ps.api.tables import TableStatus
 from elastic_ps.cli.parser import build_parser
 from elastic_ps.contrib import datasets, models
-from elastic_ps.server import status
+from elastic_ps.server.job import status
 from tools.internals import internals_page
 from tools.reasons import CONDITIONS, EVENTS, Reason
 
@@ -81,7 +81,7 @@ _SECTIONS: Mapping[str, Sequence[str]] = {
     "elastic_ps": elastic_ps.__all__,
     "What a session has": [
         "elastic_ps.worker.loader.ElasticLoader",
-        "elastic_ps.worker.state.ScriptState",
+        "elastic_ps.worker.runtime.state.ScriptState",
         "elastic_ps.tensors.client.Tensors",
         "elastic_ps.tensors.handles.Handle",
     ],

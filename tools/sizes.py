@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 FILES: Mapping[str, int] = {"elastic_ps/worker": 28, "elastic_ps/server": 22}
-"""The most files of a package."""
+"""The most modules of a package, in its sub-packages too. An `__init__.py` says what is in one."""
 
 LINES = 15_500
 """The most lines of these packages together."""
@@ -34,10 +34,10 @@ def excesses(root: Path) -> Iterator[str]:
     """What is too large in a checkout, one sentence each."""
     lines = 0
     for package, most in FILES.items():
-        sizes = [_lines(path) for path in (root / package).glob("**/*.py")]
-        lines += sum(sizes)
-        if len(sizes) > most:
-            yield f"{package} has {len(sizes)} files; {most} are allowed"
+        sizes = {path: _lines(path) for path in (root / package).glob("**/*.py")}
+        lines += sum(sizes.values())
+        if (modules := sum(path.name != "__init__.py" for path in sizes)) > most:
+            yield f"{package} has {modules} modules; {most} are allowed"
     if lines > LINES:
         yield f"{' and '.join(FILES)} have {lines} lines; {LINES} are allowed"
     for path in sorted([*(root / "elastic_ps").glob("**/*.py"), *(root / "operator").glob("**/*.py")]):

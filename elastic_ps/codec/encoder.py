@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
-    """Counts the traffic; see `worker.measuring.Traffic`."""
+    """Counts the traffic; see `worker.wire.measuring.Traffic`."""
 
     def pushed(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None: ...
 

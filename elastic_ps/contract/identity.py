@@ -6,7 +6,7 @@ authority; two of them while the authority is replaced). The certificate holds t
 
     elastic-ps://7d1f0c2e-9f3b-4a52-8a0c-2f1d4a5e6b7c/worker/3
 
-Certificates are made in `certificates`; what an identity may do is in `server.service`.
+Certificates are made in `certificates`; what an identity may do is in `server.calls.service`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SHARE = 0.08
 """That time, as a fraction of the time of a bucket's bytes in the network."""
 
 WAITING = 2
-"""The number of buckets that a worker pushes to a shard at a time; see `worker.push_pull`."""
+"""The number of buckets that a worker pushes to a shard at a time; see `worker.strategies.push_pull`."""
 
 TURN = 10.0
 """The seconds that a worker has for measuring before another one may. At 256 kB/s it needs two."""

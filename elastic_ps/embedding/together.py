@@ -28,7 +28,7 @@ _WHERE = "the rows of optimizer.step()"
 
 
 class World(Protocol):
-    """The processes of a worker; see `worker.local_world.LocalWorld`."""
+    """The processes of a worker; see `worker.wire.local_world.LocalWorld`."""
 
     @property
     def alone(self) -> bool: ...

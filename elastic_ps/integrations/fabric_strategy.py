@@ -60,7 +60,7 @@ class FabricInJob(OneDevice):
         UsageError: another launcher has started this process as one of several.
     """
 
-    trains_in_job = True  # for `worker.checks`
+    trains_in_job = True  # for `worker.model.checks`
     environment_kind: type[Any]
     precision: Any
 

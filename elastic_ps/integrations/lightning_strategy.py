@@ -62,7 +62,7 @@ class TrainsInJob(OneDevice):
         UsageError: another launcher has started this process as one of several.
     """
 
-    trains_in_job = True  # for `worker.checks`
+    trains_in_job = True  # for `worker.model.checks`
     callback_kind: type[Any]
     environment_kind: type[Any]
 

@@ -34,8 +34,8 @@ def main() -> int:
     with lifecycle.importing():
         from elastic_ps.process import compiler
         from elastic_ps.process.retrying import Patience
+        from elastic_ps.server.job.status import StatusServer
         from elastic_ps.server.process import ParameterServer, bare_status
-        from elastic_ps.server.status import StatusServer
         from elastic_ps.transport import credentials, ways
 
     stop = lifecycle.Alarm()

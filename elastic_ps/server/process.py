@@ -22,20 +22,20 @@ from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.retrying import Patience
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.calls.members import MemberCalls
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.calls.service import Callers, EvaluatorCalls, Service
+from elastic_ps.server.calls.shard_service import ShardService
+from elastic_ps.server.calls.shard_zero import ShardZero
+from elastic_ps.server.calls.steps import StepCalls
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.commit import CommitCoordinator
+from elastic_ps.server.job.guarded import Guarded
+from elastic_ps.server.job.reconfiguration import DesiredConfiguration
+from elastic_ps.server.job.record import require_usable
+from elastic_ps.server.job.standby import Follower
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.members import MemberCalls
-from elastic_ps.server.node import Node
 from elastic_ps.server.orders import LOOK_TIMEOUT, RemoteShard, ShardControl
-from elastic_ps.server.reconfiguration import DesiredConfiguration
-from elastic_ps.server.record import require_usable
-from elastic_ps.server.service import Callers, EvaluatorCalls, Service
-from elastic_ps.server.shard_service import ShardService
-from elastic_ps.server.shard_zero import ShardZero
-from elastic_ps.server.standby import Follower
-from elastic_ps.server.steps import StepCalls
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.calls import At

@@ -46,7 +46,7 @@ LONGEST_PAUSE = 1.0
 
 
 class Client(Protocol):
-    """Makes calls, and repeats those that fail in transit; see `worker.client.Client`.
+    """Makes calls, and repeats those that fail in transit; see `worker.wire.client.Client`.
 
     Attributes:
         shards: the number of shards.

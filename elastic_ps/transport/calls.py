@@ -1,6 +1,6 @@
 """The table of calls: the messages of each, and who may make it to whom. Both ends use it.
 
-`messages.proto` says what is in the messages. `server.service` enforces the table for all handlers alike.
+`messages.proto` says what is in the messages. `server.calls.service` enforces the table for all handlers.
 """
 
 from __future__ import annotations

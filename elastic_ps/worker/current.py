@@ -12,9 +12,9 @@ from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 from elastic_ps.process.lifecycle import end_hung, tell_joined
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.worker.dialogue import USUAL
-from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import USUAL
+from elastic_ps.worker.wire.local_world import Drained, Links, LocalWorld
 
 _current: Session | None = None
 

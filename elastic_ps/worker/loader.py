@@ -24,9 +24,9 @@ from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
 from elastic_ps.embedding.ahead import Prefetch
 from elastic_ps.errors import ConnectionLost, ElasticPSError, UsageError
-from elastic_ps.worker.checks import check_loop
-from elastic_ps.worker.records import DataSet
-from elastic_ps.worker.runtime import Runtime
+from elastic_ps.worker.model.checks import check_loop
+from elastic_ps.worker.runtime.records import DataSet
+from elastic_ps.worker.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 

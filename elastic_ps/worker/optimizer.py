@@ -17,12 +17,12 @@ from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.embedding.tables import Tables
 from elastic_ps.errors import RefusalCode, Refused, UsageError
-from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.gradients import Gradients
-from elastic_ps.worker.local_steps import LocalSteps
-from elastic_ps.worker.runtime import Runtime
-from elastic_ps.worker.schedule import OTHER_GROUPS
-from elastic_ps.worker.strategy import Strategy
+from elastic_ps.worker.model.flat import Flat
+from elastic_ps.worker.model.schedule import OTHER_GROUPS
+from elastic_ps.worker.runtime.gradients import Gradients
+from elastic_ps.worker.runtime.local_steps import LocalSteps
+from elastic_ps.worker.runtime.runtime import Runtime
+from elastic_ps.worker.strategies.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 

@@ -63,8 +63,9 @@ def main() -> int:
         return siblings.run(environment)
     with lifecycle.importing():
         from elastic_ps.process import compiler
-        from elastic_ps.worker import checks, current
-    from elastic_ps.worker.local_world import Drained
+        from elastic_ps.worker import current
+        from elastic_ps.worker.model import checks
+    from elastic_ps.worker.wire.local_world import Drained
 
     try:
         environment = env.read()

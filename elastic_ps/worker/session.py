@@ -26,17 +26,17 @@ from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.checks import Averages, check_model, check_wrapper
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import USUAL, WorkerLimits
 from elastic_ps.worker.loader import TOO_EARLY, ElasticLoader
-from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
-from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.worker.model.checks import Averages, check_model, check_wrapper
+from elastic_ps.worker.model.description import ModelDescription
+from elastic_ps.worker.model.schedule import Interval, check_interval
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.runtime import Runtime
-from elastic_ps.worker.schedule import Interval, check_interval
-from elastic_ps.worker.state import ScriptState
+from elastic_ps.worker.runtime.local_steps import outer_optimizer, refuse_limits
+from elastic_ps.worker.runtime.runtime import Runtime
+from elastic_ps.worker.runtime.state import ScriptState
+from elastic_ps.worker.wire.client import Client
+from elastic_ps.worker.wire.dialogue import USUAL, WorkerLimits
+from elastic_ps.worker.wire.local_world import LocalWorld
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 

@@ -18,7 +18,7 @@ from tools.load_images import IMAGES, ROOT
 @pytest.mark.parametrize(
     ("dockerfile", "title", "package", "source"),
     [
-        ("Dockerfile", "elastic-ps", "torch", "app/elastic_ps/worker/runtime.py"),
+        ("Dockerfile", "elastic-ps", "torch", "app/elastic_ps/worker/runtime/runtime.py"),
         ("operator/Dockerfile", "elastic-ps-operator", "kopf", "opt/operator/app/elastic_operator/plan.py"),
     ],
 )

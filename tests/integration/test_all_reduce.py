@@ -24,8 +24,8 @@ from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused,
 from elastic_ps.local import Launcher, Options
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
-from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import WorkerLimits
 from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.testing.histories import check_histories

@@ -17,8 +17,8 @@ import torch
 from elastic_ps.codec.base import Payload
 from elastic_ps.core.partition import Bucket
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import Answers, Step
 from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay

@@ -122,7 +122,7 @@ def test_the_worker_is_named_and_the_others_train_everything(
             patch.setattr(Versioned, "version", "2")
             other = Plan(Compression.model_validate(of_worker_1))
         # Worker 1 has another version of this package, and one process has only one.
-        monkeypatch.setattr("elastic_ps.worker.membership.Plan", lambda _: other)
+        monkeypatch.setattr("elastic_ps.worker.runtime.membership.Plan", lambda _: other)
         job.start(1, differing)
         job.until(lambda: joined.is_set() or training(job, 1), "worker 1 is refused or takes part")
         joined.set()

@@ -13,8 +13,8 @@ import torch
 
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
+from elastic_ps.worker.model.values import VOID_STEPS
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.values import VOID_STEPS
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import LIMIT, eventually

@@ -22,7 +22,7 @@ from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.strategy import Future
+from elastic_ps.worker.strategies.strategy import Future
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.testing.harness import Numbers, make_mlp, running_job

@@ -28,8 +28,8 @@ from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import WorkerLimits
+from elastic_ps.worker.wire.client import Client
+from elastic_ps.worker.wire.dialogue import WorkerLimits
 from tests.testing.polling import LIMIT, eventually
 
 LONG = timedelta(seconds=60)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategies.push_pull import PushPull
+from elastic_ps.worker.wire.dialogue import Step
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import flat_of
 from tests.testing.oracle import assert_each_record_once, mse

@@ -22,8 +22,8 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.local import Launcher, Options
 from elastic_ps.server.limits import ServerLimits
-from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import WorkerLimits
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.launching import forks
 from tests.testing.oracle import mse

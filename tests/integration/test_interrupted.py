@@ -20,12 +20,12 @@ import torch
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.membership import Membership
+from elastic_ps.worker.model.flat import Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.runtime import Runtime
+from elastic_ps.worker.runtime.membership import Membership
+from elastic_ps.worker.runtime.runtime import Runtime
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.strategy import Future
+from elastic_ps.worker.strategies.strategy import Future
 from tests.testing import machine
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse

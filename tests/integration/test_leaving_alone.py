@@ -15,8 +15,8 @@ import torch
 
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
-from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import WorkerLimits
 from tests.testing.addresses import addresses
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.polling import LIMIT, eventually

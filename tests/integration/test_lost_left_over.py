@@ -11,7 +11,7 @@ from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contrib.datasets import digits
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
-from elastic_ps.worker.measuring import Traffic
+from elastic_ps.worker.wire.measuring import Traffic
 from tests.testing.shard import arrived as arrived_of
 
 ELEMENTS = 65 * 10

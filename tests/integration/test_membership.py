@@ -16,7 +16,7 @@ import torch
 
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
-from elastic_ps.server.node import Node
+from elastic_ps.server.calls.node import Node
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer

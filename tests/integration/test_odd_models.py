@@ -13,7 +13,7 @@ import torch
 from elastic_ps.checkpoint import plain
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import partition
-from elastic_ps.server.record import require_usable
+from elastic_ps.server.job.record import require_usable
 from elastic_ps.worker.session import Session
 from tests.integration.test_frozen import Adapted
 from tests.integration.test_scripts_parameters import Odd, Quantised

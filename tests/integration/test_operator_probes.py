@@ -14,7 +14,7 @@ from elastic_operator import names, probes
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 from elastic_ps.process import lifecycle
-from elastic_ps.server.status import StatusServer
+from elastic_ps.server.job.status import StatusServer
 from tests.testing.polling import eventually
 
 

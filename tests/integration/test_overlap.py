@@ -20,8 +20,8 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
-from elastic_ps.worker.push_pull import SENDERS
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategies.push_pull import SENDERS
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import flat_of
 from tests.testing.oracle import mse

@@ -246,7 +246,7 @@ def test_a_script_sets_up_logging_as_under_python(
         assert (root.handlers, root.level) == ([], logging.WARNING)
         logging.basicConfig(filename=file, level=logging.DEBUG, format="OWN %(message)s")
         logging.debug("a step")
-        logging.getLogger("elastic_ps.worker.runtime").info("joined")
+        logging.getLogger("elastic_ps.worker.runtime.runtime").info("joined")
         root.handlers[0].close()
     root.setLevel(levels[0])
     ours.setLevel(levels[1])

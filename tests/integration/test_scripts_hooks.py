@@ -96,7 +96,7 @@ def test_a_script_that_makes_no_step_with_its_last_batches_is_told_so(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    with caplog.at_level(logging.WARNING, "elastic_ps.worker.runtime"):
+    with caplog.at_level(logging.WARNING, "elastic_ps.worker.runtime.runtime"):
         assert len(alone(tmp_path, script)) == 2
     assert "without a step for the last 4 records" in caplog.text
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_ps.errors import ElasticPSError, InvalidModel, ModelMismatch, UsageError
-from elastic_ps.worker.checks import left_over
+from elastic_ps.worker.model.checks import left_over
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import (

@@ -13,7 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.schedule import Interval
+from elastic_ps.worker.model.schedule import Interval
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import runtime_of

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ps.core.partition import partition
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.worker.checks import left_over
-from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.worker.model.checks import left_over
+from elastic_ps.worker.model.description import ModelDescription
+from elastic_ps.worker.model.flat import Flat
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse

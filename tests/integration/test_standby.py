@@ -14,9 +14,9 @@ import torch
 
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
-from elastic_ps.server.node import Node
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job.standby import Follower
 from elastic_ps.server.orders import Advance, OrderId, RemoteShard, Report
-from elastic_ps.server.standby import Follower
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse

@@ -21,8 +21,8 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.local import Launcher, Options
-from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import WorkerLimits
 from tests.testing.harness import Job, Numbers, Tally, events, make_mlp, running_job
 from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import (

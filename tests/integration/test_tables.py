@@ -12,7 +12,7 @@ import torch
 
 from elastic_ps.codec.several import Several
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.worker.model.description import ModelDescription
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
 from tests.testing.oracle import assert_each_record_once, mse, replay

@@ -27,10 +27,10 @@ from elastic_ps.tensors.spread import home_of as home_among
 from elastic_ps.tensors.spread import spread
 from elastic_ps.transport import calls
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server
-from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
-from elastic_ps.worker.dialogue import WorkerLimits
-from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import USUAL as USUAL_OF_WORKERS
+from elastic_ps.worker.wire.dialogue import WorkerLimits
+from elastic_ps.worker.wire.local_world import LocalWorld
 from tests.integration.test_unreliable import FATES, Network, Unreliable
 from tests.testing.harness import make_spec, running_job
 from tests.testing.polling import LIMIT, eventually

@@ -19,9 +19,9 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, ElasticPSError
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import WorkerLimits
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.trained import Models, sgd

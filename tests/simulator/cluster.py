@@ -31,9 +31,9 @@ from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
-from elastic_ps.worker.all_reduce import AllReduce
-from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategies.all_reduce import AllReduce
+from elastic_ps.worker.wire.local_world import Drained, Links, LocalWorld
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk
 from tests.simulator.pipes import End

@@ -23,9 +23,9 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
 from elastic_ps.data.batches import Batches
 from elastic_ps.errors import NoCheckpoint
-from elastic_ps.server import reconfiguration
-from elastic_ps.server.guarded import Guarded
-from elastic_ps.worker import membership
+from elastic_ps.server.job import reconfiguration
+from elastic_ps.server.job.guarded import Guarded
+from elastic_ps.worker.runtime import membership
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
 from tests.simulator.collectives import Collectives, Store
 from tests.simulator.faults import FAULTS
@@ -199,7 +199,7 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
     with scratch(base, plan.seed) as directory, simulated(disk), contextlib_stack() as patch:
         cluster = Cluster(plan, here, disk, directory)
         _Notes.here = here
-        client = importlib.import_module("elastic_ps.worker.client")
+        client = importlib.import_module("elastic_ps.worker.wire.client")
         patch(client, "os", SimpleNamespace(getpid=lambda: pid_of(world().process.name)))
         session = importlib.import_module("elastic_ps.worker.session")
         parent = SimpleNamespace(getpid=os.getpid, getppid=lambda: pid_of(world().process.name))

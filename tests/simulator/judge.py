@@ -12,7 +12,7 @@ from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
-from elastic_ps.worker.local_steps import outer_optimizer
+from elastic_ps.worker.runtime.local_steps import outer_optimizer
 from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Plan, Sight, halved, places
 
 HARMLESS = {"kill_worker", "kill_ps", "kill_standby", "drain_worker", "grow"}

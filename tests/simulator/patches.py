@@ -27,26 +27,26 @@ PACKAGES = (
     "elastic_ps.codec.state",
     "elastic_ps.process.retrying",
     "elastic_ps.process.telemetry",
-    "elastic_ps.server.commit",
-    "elastic_ps.server.guarded",
-    "elastic_ps.server.checkpointer",
-    "elastic_ps.server.shard_zero",
-    "elastic_ps.server.node",
+    "elastic_ps.server.job.commit",
+    "elastic_ps.server.job.guarded",
+    "elastic_ps.server.job.checkpointer",
+    "elastic_ps.server.calls.shard_zero",
+    "elastic_ps.server.calls.node",
     "elastic_ps.server.process",
-    "elastic_ps.server.pulls",
+    "elastic_ps.server.shards.pulls",
     "elastic_ps.server.orders",
-    "elastic_ps.server.standby",
-    "elastic_ps.server.shard",
-    "elastic_ps.worker.client",
-    "elastic_ps.worker.push_pull",
-    "elastic_ps.worker.strategy",
-    "elastic_ps.worker.gradients",
-    "elastic_ps.worker.membership",
-    "elastic_ps.worker.local_world",
-    "elastic_ps.worker.values",
-    "elastic_ps.worker.all_reduce",
-    "elastic_ps.worker.replica",
-    "elastic_ps.worker.local_group",
+    "elastic_ps.server.job.standby",
+    "elastic_ps.server.shards.shard",
+    "elastic_ps.worker.wire.client",
+    "elastic_ps.worker.strategies.push_pull",
+    "elastic_ps.worker.strategies.strategy",
+    "elastic_ps.worker.runtime.gradients",
+    "elastic_ps.worker.runtime.membership",
+    "elastic_ps.worker.wire.local_world",
+    "elastic_ps.worker.model.values",
+    "elastic_ps.worker.strategies.all_reduce",
+    "elastic_ps.worker.strategies.replica",
+    "elastic_ps.worker.strategies.local_group",
 )
 
 
@@ -59,10 +59,10 @@ def simulated(disk: Disk) -> Iterator[None]:
             for attribute, replacement in MODULES.items():
                 if hasattr(module, attribute):
                     patch(module, attribute, replacement)
-        patch(importlib.import_module("elastic_ps.server.commit"), "ThreadPoolExecutor", Executor)
-        client = importlib.import_module("elastic_ps.worker.client")
+        patch(importlib.import_module("elastic_ps.server.job.commit"), "ThreadPoolExecutor", Executor)
+        client = importlib.import_module("elastic_ps.worker.wire.client")
         patch(client, "random", SimpleNamespace(random=lambda: world().random.random()))
-        local_world = importlib.import_module("elastic_ps.worker.local_world")
+        local_world = importlib.import_module("elastic_ps.worker.wire.local_world")
         patch(local_world, "send_handle", pipes.send_handle)
         patch(local_world, "recv_handle", pipes.recv_handle)
         files = importlib.import_module("elastic_ps.checkpoint.files")

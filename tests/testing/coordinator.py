@@ -20,16 +20,16 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import Link
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.calls.shard_zero import ShardZero
+from elastic_ps.server.calls.steps import StepCalls
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.commit import CommitCoordinator
+from elastic_ps.server.job.guarded import Guarded
+from elastic_ps.server.job.reconfiguration import DesiredConfiguration
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Report, ShardControl
 from elastic_ps.server.process import service_of
-from elastic_ps.server.reconfiguration import DesiredConfiguration
-from elastic_ps.server.shard_zero import ShardZero
-from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import A, Call, Q

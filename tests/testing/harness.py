@@ -28,10 +28,10 @@ from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import calls
 from elastic_ps.transport.base import Connection, Frame, Server
-from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
-from elastic_ps.worker.dialogue import WorkerLimits
-from elastic_ps.worker.local_world import ENDING, Links, LocalWorld
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.wire.dialogue import USUAL as USUAL_OF_WORKERS
+from elastic_ps.worker.wire.dialogue import WorkerLimits
+from elastic_ps.worker.wire.local_world import ENDING, Links, LocalWorld
 from tests.testing.coordinator import Asked
 from tests.testing.polling import LIMIT, eventually, while_moving
 from tests.testing.transports import BY_NAME

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from elastic_ps.core.stages import StandbyState
-from elastic_ps.server.node import Node
-from elastic_ps.worker.flat import Flat
+from elastic_ps.server.calls.node import Node
+from elastic_ps.worker.model.flat import Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.push_pull import PushPull
-from elastic_ps.worker.runtime import Runtime
+from elastic_ps.worker.runtime.runtime import Runtime
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategies.push_pull import PushPull
 
 
 def runtime_of(session: Session) -> Runtime:

@@ -26,7 +26,7 @@ from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Configuration
-from elastic_ps.server.shard import Shard
+from elastic_ps.server.shards.shard import Shard
 
 TERM = 3
 LR = Settings(groups=({"lr": 1.0},))

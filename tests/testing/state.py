@@ -12,8 +12,8 @@ from elastic_ps.core.membership import Member
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import Stage
+from elastic_ps.server.job.state import JobState
 from elastic_ps.server.orders import Model
-from elastic_ps.server.state import JobState
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
 MODEL = Model(partition(TENSORS, bucket_bytes=1024, shards=1), "SGD")

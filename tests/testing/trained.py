@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from elastic_ps.worker.schedule import Interval
+from elastic_ps.worker.model.schedule import Interval
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
 from tests.testing.inside import is_followed

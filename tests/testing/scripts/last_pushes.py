@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 import elastic_ps
-from elastic_ps.worker import dialogue
+from elastic_ps.worker.wire import dialogue
 from tests.testing.polling import eventually
 
 ELEMENTS = 2_000_000

@@ -8,7 +8,7 @@ import torch
 
 from elastic_ps.adapters.base import Base
 from elastic_ps.core.partition import Rule
-from elastic_ps.worker.model import ModelDescription
+from elastic_ps.worker.model.description import ModelDescription
 
 
 class Model(torch.nn.Module):

@@ -17,8 +17,8 @@ from elastic_ps.api.status import TuningStatus
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.cli.setting import assignment, changed, in_force
 from elastic_ps.errors import InvalidJob, UserError
-from elastic_ps.server.reconfiguration import DesiredConfiguration
-from elastic_ps.server.record import mutable_of
+from elastic_ps.server.job.reconfiguration import DesiredConfiguration
+from elastic_ps.server.job.record import mutable_of
 
 ALIKE: list[dict[str, Any]] = [
     {},

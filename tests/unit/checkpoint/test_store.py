@@ -25,7 +25,7 @@ from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable
-from elastic_ps.server.values import BucketValues
+from elastic_ps.server.shards.values import BucketValues
 from tests.testing import machine
 from tests.testing.store import (
     SHARDS,

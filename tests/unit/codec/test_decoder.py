@@ -16,7 +16,7 @@ from elastic_ps.codec.memory import dtype_of
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.worker.measuring import Traffic
+from elastic_ps.worker.wire.measuring import Traffic
 from tests.testing.shard import Rig, arrived, body_of
 
 WEIGHT, BIAS = 2000, 20

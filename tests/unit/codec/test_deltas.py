@@ -22,12 +22,12 @@ from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import Malformed
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.pulls import Pull, Pulled
-from elastic_ps.server.shard_service import answer_of
+from elastic_ps.server.calls.shard_service import answer_of
+from elastic_ps.server.shards.pulls import Pull, Pulled
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.measuring import Traffic
-from elastic_ps.worker.values import Drafts, Values
+from elastic_ps.worker.model.flat import Flat
+from elastic_ps.worker.model.values import Drafts, Values
+from elastic_ps.worker.wire.measuring import Traffic
 from tests.testing.shard import TERM, Body, Rig, ones, tensor
 
 LAYOUT = partition([tensor("w", 60, 10)], bucket_bytes=1 << 20, shards=1)

@@ -24,7 +24,7 @@ from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.measuring import Traffic
+from elastic_ps.worker.wire.measuring import Traffic
 from tests.testing.defaults import defaults
 from tests.testing.shard import arrived, body_of
 from tests.unit.codec.test_codecs import Negative

@@ -17,7 +17,7 @@ from elastic_ps.codec.rows import MOST_VERSIONS, ROWS, History, Rows, RowSum, pu
 from elastic_ps.codec.stepper import Stepper
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.worker.measuring import Traffic
+from elastic_ps.worker.wire.measuring import Traffic
 from tests.testing.shard import Rig, body_of
 
 WIDTH = 3

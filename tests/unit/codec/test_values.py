@@ -13,13 +13,13 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import ConnectionLost, Malformed
 from elastic_ps.process.telemetry import Trace
+from elastic_ps.server.calls.shard_service import answer_of
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.pulls import Pull, Pulled
-from elastic_ps.server.shard_service import answer_of
+from elastic_ps.server.shards.pulls import Pull, Pulled
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.measuring import Traffic
-from elastic_ps.worker.values import Values
+from elastic_ps.worker.model.flat import Flat
+from elastic_ps.worker.model.values import Values
+from elastic_ps.worker.wire.measuring import Traffic
 from tests.testing.shard import Body, Rig
 
 KINDS = {

@@ -15,7 +15,7 @@ from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import Stage
-from elastic_ps.server.state import JobState
+from elastic_ps.server.job.state import JobState
 
 SECONDS = st.dictionaries(st.integers(0, 5), st.floats(1e-6, 1e3), max_size=6)
 

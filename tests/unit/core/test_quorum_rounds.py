@@ -12,7 +12,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.consistency import Entry
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.quorum import QuorumRounds
-from elastic_ps.server.state import JobState
+from elastic_ps.server.job.state import JobState
 from tests.testing.rounds import RoundsMachine, commit, push
 from tests.testing.state import finish, join, training
 

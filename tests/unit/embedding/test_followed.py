@@ -17,7 +17,7 @@ from elastic_ps.embedding.served import ShardTables, Step
 from elastic_ps.embedding.stored import parts_in
 from elastic_ps.embedding.table import State
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.standby import LEADER
+from elastic_ps.server.job.standby import LEADER
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.shard import Body
 

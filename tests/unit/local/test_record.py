@@ -29,7 +29,7 @@ from elastic_ps.local.processes import Programs, with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, speeds, worker_steps
 from elastic_ps.local.trace import merge_traces
-from elastic_ps.server.status import StatusServer
+from elastic_ps.server.job.status import StatusServer
 from tests.testing import machine
 from tests.testing.launching import make_job
 

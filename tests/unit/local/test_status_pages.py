@@ -20,7 +20,7 @@ from elastic_ps.api.tables import TableStatus
 from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.process.listening import HttpServer
-from elastic_ps.server.status import StatusServer, metrics
+from elastic_ps.server.job.status import StatusServer, metrics
 from tests.testing import machine
 from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
 from tests.testing.polling import eventually

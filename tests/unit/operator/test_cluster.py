@@ -32,7 +32,7 @@ from elastic_operator.store import Store
 from elastic_ps.api.status import Progress, ServerStatus, TrainingJobStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost, UsageError
-from elastic_ps.server.status import StatusServer
+from elastic_ps.server.job.status import StatusServer
 from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.simulation import job_document

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.worker.measuring import Phases
+from elastic_ps.worker.wire.measuring import Phases
 
 
 def test_a_full_disk_ends_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,7 +27,7 @@ from elastic_ps.errors import (
     StorageUnavailable,
 )
 from elastic_ps.evaluation import results
-from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.job.checkpointer import Checkpointer
 from elastic_ps.server.limits import SLOWEST, ServerLimits
 from elastic_ps.server.orders import Report, Written
 from tests.testing import machine

@@ -18,10 +18,10 @@ from elastic_ps.core.membership import Member
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.status import progress
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.node import Node
-from elastic_ps.server.status import progress
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.coordinator import Asked, AskedShardZero, finish, start, take
 from tests.testing.polling import LIMIT, eventually

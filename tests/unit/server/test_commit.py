@@ -22,12 +22,12 @@ from elastic_ps.codec.state import Stored
 from elastic_ps.core.stages import Course, CourseEvent
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
-from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.commit import CommitCoordinator
+from elastic_ps.server.job.guarded import Guarded
+from elastic_ps.server.job.reconfiguration import DesiredConfiguration
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
-from elastic_ps.server.reconfiguration import DesiredConfiguration
 from tests.testing.coordinator import AskedShardZero, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import eventually
 

@@ -23,11 +23,11 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import CourseEvent, Stage
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server import record
-from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job import record
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Model
 from tests.testing import machine
 from tests.testing.shard import LR, one_bucket, tensor

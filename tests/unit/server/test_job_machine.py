@@ -17,7 +17,7 @@ from elastic_ps.core.membership import Members
 from elastic_ps.core.sequence import PushKey, PushLog
 from elastic_ps.core.stages import Stage
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.state import JobState
+from elastic_ps.server.job.state import JobState
 
 RECORDS, BATCH, SHARDS = 40, 4, 2
 

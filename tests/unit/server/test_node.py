@@ -28,13 +28,13 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.standby import Follower
 from elastic_ps.server.limits import ServerLimits
-from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, OrderId, RemoteShard, Report, Written
-from elastic_ps.server.pulls import Pull, Pulled
-from elastic_ps.server.shard import Shard
-from elastic_ps.server.standby import Follower
+from elastic_ps.server.shards.pulls import Pull, Pulled
+from elastic_ps.server.shards.shard import Shard
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.shard import PLAIN, Body, tensor

@@ -13,10 +13,10 @@ from google.protobuf.message import Message
 from elastic_ps.contract.identity import Identity, Role
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.node import Node
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.calls.service import HEADER, Service, refuse, refuse_to_end, refuse_to_speak_for
+from elastic_ps.server.calls.shard_zero import ShardZero
 from elastic_ps.server.process import service_of
-from elastic_ps.server.service import HEADER, Service, refuse, refuse_to_end, refuse_to_speak_for
-from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender

@@ -20,9 +20,9 @@ from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, InvalidJob
-from elastic_ps.server import record
+from elastic_ps.server.job import record
+from elastic_ps.server.job.record import require_usable
 from elastic_ps.server.orders import Model
-from elastic_ps.server.record import require_usable
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
 from tests.testing.defaults import defaults

@@ -15,9 +15,9 @@ from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost
+from elastic_ps.server.job.standby import sum_key
 from elastic_ps.server.limits import SLOWEST
 from elastic_ps.server.orders import Configuration, RemoteShard
-from elastic_ps.server.standby import sum_key
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect

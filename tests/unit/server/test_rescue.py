@@ -21,11 +21,11 @@ from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.retrying import Patience
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.node import Node
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job.checkpointer import Checkpointer
+from elastic_ps.server.job.standby import Rescue, for_standby, sum_key
 from elastic_ps.server.orders import Advance, Configuration, RemoteShard, Report, ShardControl
 from elastic_ps.server.process import ParameterServer, service_of
-from elastic_ps.server.standby import Rescue, for_standby, sum_key
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.convert import to_message

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ps.core.overlap import Overlap
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.shard import Shard
+from elastic_ps.server.shards.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.coordinator import SOON
 from tests.testing.polling import eventually

@@ -10,7 +10,7 @@ import torch
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import CLAMP, Settings
 from elastic_ps.errors import Refused
-from elastic_ps.server.pulls import Pull, Pulled
+from elastic_ps.server.shards.pulls import Pull, Pulled
 from tests.testing.shard import LR, TERM, Body, Rig, one_bucket, ones, tensor
 
 NOTHING = Body(torch.empty(0))

@@ -13,7 +13,7 @@ from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
+from elastic_ps.server.shards.pulls import Pull, Pulled, RestartedAs
 from tests.testing.shard import HASTY, TERM, Rig, one_bucket, ones, tensor
 
 TWO = partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1)

@@ -16,8 +16,8 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import Kind
 from elastic_ps.core.partition import partition
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.pulls import Pull, Pulled
-from elastic_ps.server.values import BucketValues
+from elastic_ps.server.shards.pulls import Pull, Pulled
+from elastic_ps.server.shards.values import BucketValues
 from tests.testing.shard import LR, TERM, Rig, one_bucket, ones, refusal, tensor
 
 

@@ -20,8 +20,8 @@ from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.served import Step
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.limits import USUAL
-from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
-from elastic_ps.server.values import BucketValues
+from elastic_ps.server.shards.pulls import Pull, Pulled, RestartedAs
+from elastic_ps.server.shards.values import BucketValues
 from tests.testing import machine
 from tests.testing.shard import HASTY, LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
 

@@ -26,8 +26,8 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import ConnectionLost, Fenced, InvalidModel, RefusalCode, Refused, TransportError
 from elastic_ps.process.retrying import RETRY
-from elastic_ps.server import record
-from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.job import record
+from elastic_ps.server.job.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.transport import messages_pb2 as pb

@@ -13,8 +13,8 @@ import torch
 from elastic_ps.contract.env import Role
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.job.status import StatusServer
 from elastic_ps.server.process import ParameterServer
-from elastic_ps.server.status import StatusServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import eventually

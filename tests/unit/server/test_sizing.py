@@ -33,8 +33,8 @@ from elastic_ps.core.sizing import (
     bucket_bytes,
 )
 from elastic_ps.errors import Malformed
+from elastic_ps.server.calls.members import PROBE
 from elastic_ps.server.limits import ServerLimits
-from elastic_ps.server.members import PROBE
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.convert import layout_from_message

@@ -20,12 +20,12 @@ from elastic_ps.core.settings import Application, Settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job.standby import Follower, for_standby
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, OrderId, RemoteShard
 from elastic_ps.server.process import service_of
-from elastic_ps.server.shard import Shard
-from elastic_ps.server.standby import Follower, for_standby
+from elastic_ps.server.shards.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect

@@ -12,9 +12,9 @@ import torch
 from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.node import Node
+from elastic_ps.server.calls.node import Node
+from elastic_ps.server.job.standby import sum_key
 from elastic_ps.server.orders import Advance, Configuration
-from elastic_ps.server.standby import sum_key
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 

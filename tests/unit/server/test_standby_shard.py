@@ -16,9 +16,9 @@ from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Application, Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
+from elastic_ps.server.job.standby import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Configuration
-from elastic_ps.server.shard import Shard
-from elastic_ps.server.standby import for_standby, sum_key
+from elastic_ps.server.shards.shard import Shard
 from tests.testing.shard import PLAIN, TERM, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))

@@ -17,8 +17,8 @@ from elastic_ps.core.membership import Member
 from elastic_ps.core.settings import Position, Settings
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import record, status
-from elastic_ps.server.state import JobState
+from elastic_ps.server.job import record, status
+from elastic_ps.server.job.state import JobState
 from tests.testing.state import (
     MODEL,
     contribution,

@@ -21,9 +21,9 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import InvalidJob
-from elastic_ps.server import record, status
+from elastic_ps.server.job import record, status
+from elastic_ps.server.job.state import JobState
 from elastic_ps.server.orders import Advance, Model
-from elastic_ps.server.state import JobState
 from tests.testing.state import MODEL, contribution, finish, join, training, two
 
 

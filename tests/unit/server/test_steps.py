@@ -14,7 +14,7 @@ from elastic_ps.core.consistency import Contribution, Phase
 from elastic_ps.core.membership import Member
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.server.commit import CommitCoordinator
+from elastic_ps.server.job.commit import CommitCoordinator
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.transport import messages_pb2 as pb

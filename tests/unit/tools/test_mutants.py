@@ -31,12 +31,12 @@ def test_what_is_not_a_decision_of_a_function_stays_as_it_is(tmp_path: Path) -> 
 def test_tests_that_reach_a_package_through_a_module_beside_them_are_run(tmp_path: Path) -> None:
     tests = tmp_path / "tests" / "unit"
     tests.mkdir(parents=True)
-    (tests / "rig.py").write_text("from elastic_ps.server.shard import Shard\n")
+    (tests / "rig.py").write_text("from elastic_ps.server.shards.shard import Shard\n")
     (tests / "test_by_rig.py").write_text("from tests.unit.rig import Rig\n")
-    (tests / "test_itself.py").write_text("from elastic_ps.server import shard\n")
-    (tests / "test_node.py").write_text("from elastic_ps.server.node import Node\n")
+    (tests / "test_itself.py").write_text("from elastic_ps.server.shards import shard\n")
+    (tests / "test_node.py").write_text("from elastic_ps.server.calls.node import Node\n")
     (tests / "test_other.py").write_text("from elastic_ps.core.ledger import Ledger\n")
-    chosen = chosen_tests(ROOT / "elastic_ps/server/shard.py", tmp_path)
+    chosen = chosen_tests(ROOT / "elastic_ps/server/shards/shard.py", tmp_path)
     assert chosen == [f"tests/unit/test_{name}.py" for name in ("by_rig", "itself", "node")]
 
 

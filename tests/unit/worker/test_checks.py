@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from elastic_ps.codec.memory import MUCH, PAGE, PARTS
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.checks import (
+from elastic_ps.worker.model.checks import (
     ALWAYS,
     EVERY,
     Averages,

@@ -19,9 +19,9 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import MemberId, WorkerLimits
-from elastic_ps.worker.membership import Membership
+from elastic_ps.worker.runtime.membership import Membership
+from elastic_ps.worker.wire.client import Client
+from elastic_ps.worker.wire.dialogue import MemberId, WorkerLimits
 from tests.testing.service import environment
 
 
@@ -136,7 +136,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.tried = 0.0, 0
-        patch.setattr("elastic_ps.worker.client.time", SimpleNamespace(monotonic=lambda: self.now))
+        patch.setattr("elastic_ps.worker.wire.client.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def attempt(self, *seconds: float) -> int:
         """One that fails after so many seconds, if it is one of the first; then the number of attempts."""

@@ -8,7 +8,7 @@ import torch
 
 from elastic_ps.codec.rows import Rows
 from elastic_ps.core.partition import partition
-from elastic_ps.worker.flat import Flat
+from elastic_ps.worker.model.flat import Flat
 from tests.testing.shard import tensor
 
 LAYOUT = partition([replace(tensor("table", 6, 2), sparse=True)], bucket_bytes=16, shards=2)

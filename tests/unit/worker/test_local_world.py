@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.errors import ConnectionLost, ElasticPSError, UsageError
-from elastic_ps.worker.local_world import Links, LocalWorld
+from elastic_ps.worker.wire.local_world import Links, LocalWorld
 from tests.testing.polling import LIMIT
 
 

@@ -1,0 +1,1 @@
+"""The model on a worker: its tensors in flat memory, its values, and its hyperparameters."""
