@@ -50,9 +50,9 @@ class Compression(CamelModel):
         default="none",
         description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
         "half the bytes, int8 a quarter, int4 an eighth, signsgd 1/21, topk sends only the largest "
-        "elements, and powersgd a matrix of low rank. With the last three, what a step does not send is "
-        "added to the worker's next step. With auto, each worker tries several, and uses the fastest that "
-        "loses no more than maxError. A codec of your own is named as module:Class.",
+        "elements, and powersgd a matrix of low rank. With the last three, the part that a step does not "
+        "send is added to the worker's next step. With auto, each worker tries several, and uses the fastest "
+        "that loses no more than maxError. A codec of your own is named as module:Class.",
     )
     max_error: Annotated[float | None, OnlyWith("codec", (AUTO,))] = Field(
         default=None,
@@ -86,7 +86,7 @@ class Compression(CamelModel):
         "workers compute on rounded values, and the parameter server keeps and updates the "
         "float32 ones. With changed, only the values that a version has changed are sent, "
         "with their positions. With int8, int4, topk or signsgd, the changes are sent in that "
-        "encoding, and what it loses is added to the next change.",
+        "encoding, and the part that it loses is added to the next change.",
     )
     values_options: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -116,7 +116,10 @@ class Compression(CamelModel):
     @model_validator(mode="after")
     def _check_options(self) -> Compression:
         if self.codec == AUTO and self.options:
-            raise ValueError(f"codec auto takes no options but maxError; given: {', '.join(self.options)}")
+            raise ValueError(
+                f"codec auto takes no options; given: {', '.join(self.options)}. Leave them out; its limit "
+                "is compression.maxError"
+            )
         check_options(self.codec, self.options)
         if self.values_options and self.values in ("none", "bf16"):
             raise ValueError(

@@ -69,15 +69,15 @@ _BUCKETS = rules.Rule(
     message=f"parameterServer.bucketBytes must be 0 or at least {SMALLEST_BUCKET}",
     holds=lambda server: not 0 < server.bucket_bytes < SMALLEST_BUCKET,
     says=lambda server: (
-        f"bucketBytes is {server.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0, with which the "
-        "size is chosen when the job begins"
+        f"bucketBytes is {server.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0 to have the "
+        "size chosen when the job begins"
     ),
 )
 _SHARED = rules.Rule(
     cel="(self.durability != 'standby' && self.replicas == 1) || has(self.checkpoint.volumeClaim) || "
     "has(self.checkpoint.existingClaim) || has(self.checkpoint.resumeFrom)",
     message="a job with several shards or with standbys needs checkpoint.volumeClaim, existingClaim or "
-    "resumeFrom, because they share a volume",
+    "resumeFrom, because shards and standbys share a volume",
 )
 
 
@@ -92,7 +92,7 @@ class ParameterServer(CamelModel):
         ge=0,
         le=256 * 1024 * 1024,
         description="The size of a bucket in bytes, at least 1024. Tensors are sent in buckets of about this "
-        "size. If it is 4 MiB or less, a model that would fill less than eight buckets has smaller ones. "
+        "size. With 4 MiB or less, a model that would fill fewer than eight buckets gets smaller ones. "
         "With 0 the size is chosen when the job begins: the first worker measures its network. Jobs with "
         "strategy all-reduce, consistency.deterministic or codec powersgd then get 4 MiB.",
     )
@@ -101,7 +101,7 @@ class ParameterServer(CamelModel):
         description="Whether workers send gradients during backward. With auto they do if the gradients fill "
         "several buckets. If the workers run on the parameter server's host and take every core of it, "
         "buckets have 64 MiB, because nothing can run beside backward there. With always, buckets stay "
-        "small. With never, gradients are sent in optimizer.step(), as they are in modes bounded and async, "
+        "small. With never, gradients are sent in optimizer.step(). So they are in modes bounded and async, "
         "and if the script passes overlap=False or several optimizers to session.optimizer. The status "
         "says what a job does, and why.",
     )
@@ -118,7 +118,8 @@ class ParameterServer(CamelModel):
         ge=0,
         le=2**44,
         description="How many bytes the second copy for drafts may take on each parameter server. If it "
-        "would take more, the parameter server makes none, and sends values when the whole step is complete.",
+        "would take more, the parameter server makes no drafts, and sends values when the whole step is "
+        "complete.",
     )
     optimizers: Annotated[list[ImportPath], rules.NEW_PODS] = Field(
         default_factory=list,
@@ -384,7 +385,8 @@ class TrainingJobSpec(CamelModel):
         rules.AtMost(
             "consistency.global_batch_size",
             of="replicas",
-            because=", so some workers would have no record of any version",
+            because=", so some workers would never have a record",
+            do="; set worker.replicas to {bound} or less, or a larger globalBatchSize",
         ),
     ] = Field(default_factory=Worker)
     evaluator: Annotated[Evaluator | None, _EVALUATOR] = Field(

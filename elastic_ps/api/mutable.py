@@ -29,7 +29,7 @@ def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
     never = {field.path: field.own.why for field in fields_of(Consistency) if field.own and field.own.why}
     others = {name: said[name] for name in names_of(Consistency, NOT_LOCALLY)} if local else None
     return {name: (said[name], why) for name, why in never.items()} | {
-        "mode local": (local, LOCAL_STAYS),
+        "the place of the optimizer": (local, LOCAL_STAYS),
         "everything but steps": (others, "other fields configure the running outer optimizer"),
     }
 
@@ -140,7 +140,7 @@ class MutableFields(CamelModel):
             if kept[name][0] != value:
                 now, then = describe(self.consistency), describe(later.consistency)
                 return (
-                    f"consistency cannot change from ({now}) to ({then}) while the job runs. "
+                    f"consistency cannot change from ({now}) to ({then}) while the job runs; "
                     f"{name} stays as it is: {why}. Start a new job for that"
                 )
         if later.consistency.deterministic and later.compression.codec == AUTO:

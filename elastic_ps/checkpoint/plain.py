@@ -117,7 +117,7 @@ def export(
         further = beside(reader)
         if twice := sorted(values.keys() & further.keys()):
             raise UserError(
-                f"the model has a tensor {twice[0]!r}, and so has a table: name the table differently"
+                f"the model and a table both have a tensor {twice[0]!r}; give the table another name"
             )
         values |= further
         temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
@@ -217,7 +217,7 @@ def _require_same(
     wrong = [f"{name} is not in the checkpoint" for name in absent]
     wrong += [f"{name} is not in the model" for name in values if name not in present]
     wrong += [
-        f"{name} is in the checkpoint, but named in own"
+        f"{name} is in the checkpoint, but own=[...] names it"
         for name in values
         if name in present and id(present[name]) in left
     ]
@@ -261,7 +261,9 @@ def _optimizer_states(
     if given != kept:
         several = ", which are the classes of all parameter groups" if SEPARATOR in kept + given else ""
         what = "optimizers are" if len(optimizers) > 1 else "optimizer is a"
-        raise ModelMismatch(f"the {what} {given}, but the checkpoint is of {manifest.optimizer}{several}")
+        raise ModelMismatch(
+            f"the {what} {given}, but the checkpoint was made with {manifest.optimizer}{several}"
+        )
     count = sum(len(optimizer.param_groups) for optimizer in optimizers)
     if count != len(groups):
         raise ModelMismatch(

@@ -102,7 +102,9 @@ def logs(parsed: argparse.Namespace) -> int:
         if index is not None:
             pattern = f"{role}-{index}.log"
             if not (directory.logs / pattern).exists():
-                raise UserError(f"job {directory.job!r} has no log of {role} {index}")
+                raise UserError(
+                    f"job {directory.job!r} has no log of {role} {index}; without that option, all are shown"
+                )
     tail = Tail(directory.logs, pattern)
     while True:
         running = parsed.follow and directory.launcher() is not None

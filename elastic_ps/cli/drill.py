@@ -48,8 +48,8 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
         preflight.prepare_directory(parsed.report, option="--report")
         if history.exists() and not (parsed.report / "drill.json").exists():
             raise UserError(
-                f"--report {parsed.report}: a drill replaces {history}, which is not an earlier drill's, as "
-                "there is no drill.json beside it. Remove it, or name another directory"
+                f"--report {parsed.report}: a drill replaces {history}, but no drill.json is beside it, so "
+                "it is not from a drill. Remove it, or name another directory"
             )
     seed = random.SystemRandom().randrange(10_000) if parsed.seed is None else parsed.seed
     default = CLUSTER_DEFAULT if parsed.histories else DEFAULT
@@ -148,7 +148,7 @@ def show(console: Console, result: Drill) -> None:
         console.print(Text(text, style="bold green"), soft_wrap=True)
     else:
         if not result.commits or {each.state for each in result.injections} == {"unavailable"}:
-            console.print("No fault has struck a job that trains, so nothing is shown.")
+            console.print("No fault has struck a job that trains, so the drill proves nothing.")
         console.print(Text("The drill did not pass.", style="bold red"))
 
 

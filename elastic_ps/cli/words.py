@@ -184,26 +184,26 @@ def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
     if evaluation.version is not None:
         yield "evaluated", str(evaluation)
     if evaluation.best_version not in (None, evaluation.version):
-        yield "best", f"version {evaluation.best_version} with {evaluation.best:.4g}; it is kept"
+        yield "best", f"version {evaluation.best_version} with {evaluation.best:.4g}; its checkpoint is kept"
     if left := evaluation.missed + evaluation.waiting:
         yield "warning", f"{left} of {left + evaluation.evaluated} checkpoints were not evaluated"
 
 
 def traffic(counts: Traffic) -> str:
-    """`310.2 MB of gradients (26.1% of the plain size), 1.2 GB of values`; "" if nothing was sent."""
+    """`310.2 MB of gradients (26.1% of the uncompressed size), 1.2 GB of values`; "" if nothing was sent."""
     ways = [
         ("gradients", counts.pushed_bytes, counts.pushed_plain_bytes),
         ("values", counts.pulled_bytes, counts.pulled_plain_bytes),
     ]
     shares = {
-        name: "" if sent == plain else f" ({sent / plain:.1%} of the plain size)"
+        name: "" if sent == plain else f" ({sent / plain:.1%} of the uncompressed size)"
         for name, sent, plain in ways
     }
     said = [f"{size(sent)} of {name}{shares[name]}" for name, sent, plain in ways if plain]
     if said and counts.codec:
         said.append(f"sent as {counts.codec}")
     if said and counts.hidden_share is not None:
-        said.append(f"{counts.hidden_share:.0%} of the time to send gradients was during backward")
+        said.append(f"{counts.hidden_share:.0%} of the sending of gradients overlapped with backward")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
 

@@ -70,11 +70,12 @@ class Decoder:
         if sent.codec != self._name or theirs != ours:
             raise Refused(
                 RefusalCode.MALFORMED,
-                f"{who}: codec {sent.codec!r} ({', '.join(theirs) or NONE}); this job uses {self._name!r} "
-                f"({', '.join(ours) or NONE}) here. All processes of a job need the same spec.compression",
+                f"{who} has codec {sent.codec!r} ({', '.join(theirs) or NONE}), but this job uses "
+                f"{self._name!r} ({', '.join(ours) or NONE}) here. All "
+                "processes of a job need the same spec.compression",
             )
         if incoming.size > 2 * max(bucket.nbytes, 4 * bucket.elements) + MORE:
-            text = f"{who}: {incoming.size} bytes; the plain gradient has {bucket.nbytes}"
+            text = f"{who} has {incoming.size} bytes, but the plain gradient has {bucket.nbytes}"
             raise Refused(RefusalCode.MALFORMED, text)
         return self._decoded(bucket, sent, runs, incoming, who) if incoming.size else None
 

@@ -97,7 +97,7 @@ class Encoder:
             self._runs = {bucket.index: plan.runs(self._layout, bucket) for bucket in self._layout.pushed}
             self._feedback.forget_states()
         for pattern in plan.unmatched(self._layout.tensors):
-            logger.warning("a rule of compression matches no parameter: match: %r", pattern)
+            logger.warning("compression.rules: no parameter matches the pattern %r", pattern)
         self.selection = CodecSelection(plan.auto, self._traffic)
 
     @property

@@ -248,7 +248,7 @@ class ImportedState(OptimizerState):
             for part in parts_of(optimizer):
                 for group in part.param_groups:
                     if missing := part.defaults.keys() - group.keys() - NOT_SENT:
-                        raise ValueError(f"it has no {min(missing)}")
+                        raise ValueError(f"its param_groups have no {min(missing)}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidModel(_not_of(optimizer, error)) from error
         for group, own in zip(optimizer.param_groups, constraints, strict=True):

@@ -20,7 +20,7 @@ def other(ledger: Ledger | FixedSchedule, records: int, epochs: int, *, resumed:
     if resumed and records != ledger.records:
         advice = (
             ". A job that continues from a checkpoint must have as many records as before, because the "
-            f"checkpoint says by their positions which are trained. Give it the {ledger.records} "
+            f"checkpoint names the trained ones by their positions. Give it the {ledger.records} "
             "records, or begin a new job"
         )
     elif resumed:

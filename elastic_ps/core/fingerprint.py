@@ -60,9 +60,8 @@ def other_records(names: Sequence[str]) -> str:
         )
     if SHUFFLE in names:
         return (
-            "the DataLoader's shuffle, or without a DataLoader data.shuffle, is another one, so records "
-            "would be at other positions. All workers need the same, and so does a job that continues from a "
-            "checkpoint"
+            "shuffle of the DataLoader (without one: data.shuffle) has another value, so records would be at "
+            "other positions. All workers need the same, and so does a job that continues from a checkpoint"
         )
     return (
         f"the entries of {', '.join(names[:5])} differ, or are in another order. All processes of a job "

@@ -14,7 +14,7 @@ class Overlap(Enum):
 
     USED = "they fill several buckets"
     LOCAL = "mode local sends none"
-    SCRIPT = "overlap=False in session.optimizer"
+    SCRIPT = "session.optimizer got overlap=False"
     OPTIMIZERS = "the script has several optimizers"
     NEVER = "parameterServer.overlap is never"
     STALE = "the mode is async or bounded"

@@ -80,18 +80,18 @@ class PushLog:
     def require_open(self, key: PushKey) -> None:
         """Raise Refused (STALE_TERM, STALE_ATTEMPT, WRONG_VERSION) unless the push is for the open round."""
         if key.term != self.term:
-            raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {self.term}")
+            raise Refused(RefusalCode.STALE_TERM, f"the push is of term {key.term}, not {self.term}")
         if key.version < self.version or (key.version == self.version and key.attempt < self.attempt):
             raise Refused(
                 RefusalCode.STALE_ATTEMPT,
-                f"push for version {key.version} attempt {key.attempt}; "
-                f"the open round is version {self.version} attempt {self.attempt}",
+                f"the push is for version {key.version}, attempt {key.attempt}, but "
+                f"the open round is on version {self.version}, attempt {self.attempt}",
             )
         if (key.version, key.attempt) != (self.version, self.attempt):
             raise Refused(
                 RefusalCode.WRONG_VERSION,
-                f"push for version {key.version} attempt {key.attempt}, which this shard has not reached "
-                f"(version {self.version} attempt {self.attempt})",
+                f"the push is for version {key.version}, attempt {key.attempt}, which this shard has not "
+                f"reached (version {self.version}, attempt {self.attempt})",
             )
 
     def check_initialiser(self, worker: int, incarnation: int) -> None:

@@ -71,8 +71,8 @@ def bucket_bytes(link: Link, *, sent: float = 1.0, crowded: bool = False) -> tup
     filling = rate * link.seconds / WAITING  # otherwise the network is idle until an answer comes
     size = min(LARGEST, max(least, filling))
     size = max(1, math.ceil(size / SMALLEST)) * SMALLEST
-    why = f"{link.rate / 1e6:.1f} MB/s, {link.seconds * 1e3:.1f} ms for a call without a body"
-    return size, f"{why}, {sent:.0%} of the bytes are sent"
+    why = f"the network has {link.rate / 1e6:.1f} MB/s, an empty call takes {link.seconds * 1e3:.1f} ms"
+    return size, f"{why}, and {sent:.0%} of the bytes are sent"
 
 
 class Turn:

@@ -332,7 +332,10 @@ def _staleness(histories: Histories, default: float) -> Iterator[Violation]:
             found = stale.get((step, committed.version - 1), 0)
             if not 0 <= found <= most:
                 base = committed.version - 1 - found
-                text = f"{step}, computed on version {base}, is in {committed.version}; {most} may be between"
+                text = (
+                    f"{step}, computed on version {base}, is in version {committed.version}, but may be at "
+                    f"most {most} versions stale"
+                )
                 yield Violation("step too stale", text, committed.time)
 
 
@@ -379,7 +382,7 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
         elif seen.step not in committed.steps:
             text = f"{seen.step} was seen in version {seen.version}, which is made of other steps"
         elif committed.steps[seen.step] != seen.records:
-            text = f"{seen.step} was computed on {seen.records}, but counted as {committed.steps[seen.step]}"
+            text = f"{seen.step} computed {seen.records}, but was counted as {committed.steps[seen.step]}"
         else:
             continue
         yield Violation("acknowledged step lost", text, seen.time)

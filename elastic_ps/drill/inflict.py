@@ -239,7 +239,7 @@ def _fill_disk(anywhere: Target, _fault: Fault) -> str:
 def _here(target: Target) -> LocalTarget:
     """The job, for a fault that needs its local processes and files."""
     if not isinstance(target, LocalTarget):
-        raise Unavailable("only possible with a job on this machine")
+        raise Unavailable("it is possible only with a job on this machine")
     return target
 
 

@@ -475,7 +475,7 @@ class EmbeddingBag(Embedding):
     def _checked(self, offsets: torch.Tensor, ids: int) -> torch.Tensor:
         """Raise UsageError if these are no offsets of so many ids."""
         if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.dtype not in _WHOLE:
-            raise UsageError("EmbeddingBag: offsets is a tensor of whole numbers with one dimension")
+            raise UsageError("EmbeddingBag: offsets must be a tensor of whole numbers with one dimension")
         given = offsets.to(torch.int64)
         last = ids if not self.include_last_offset or not len(given) else int(given[-1])
         right = (
@@ -488,7 +488,7 @@ class EmbeddingBag(Embedding):
         if not right:
             ending = f", and end with {ids}" if self.include_last_offset else f", none above {ids}"
             raise UsageError(
-                f"EmbeddingBag: offsets begin with 0 and ascend{ending}, for {ids} ids; given: "
+                f"EmbeddingBag: offsets must begin with 0 and ascend{ending}, for {ids} ids; given: "
                 f"{given[:20].tolist()}{'...' * (len(given) > 20)}"
             )
         return given

@@ -199,8 +199,8 @@ def described_tables(model: torch.nn.Module) -> list[TensorSpec]:
     for name, column in itertools.product(sorted(texts), COLUMNS):
         if f"{name}.{column}" in tensors:
             raise InvalidModel(
-                f"the table {name!r} has the name of a layer, whose {name}.{column} an export could not tell "
-                "from the table's. Give the table another name"
+                f"the table {name!r} and a layer have the same name, so an export would have two tensors "
+                f"{name}.{column}. Give the table another name"
             )
     return [
         TensorSpec(f"the table {name!r}", (), TABLE, Rule.EXTERNAL, content=text)

@@ -59,7 +59,7 @@ def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) 
         return
     if not ranks:
         raise UserError(
-            "--transport mpi: there are no ranks to relay anything. Start the job with mpirun and at "
+            "--transport mpi needs other ranks, which relay the calls. Start the job with mpirun and at "
             "least two ranks, as in `mpirun -n 2 elastic-ps run ...`, or choose another transport"
         )
     if job.spec.all_reduce:
@@ -77,7 +77,7 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
         if not resume.is_dir():
             raise UserError(f"--resume {resume}: this is a file; expected a job's directory of checkpoints")
         if newest_checkpoint(resume) is None:
-            text = "no complete checkpoint in it (a directory version-* with a manifest.json)"
+            text = "it has no complete checkpoint (a directory version-* with a manifest.json)"
             if (resume / "manifest.json").is_file():
                 text = f"this is one checkpoint; name the directory of all, {resume.resolve().parent}"
             raise UserError(f"--resume {resume}: {text}")

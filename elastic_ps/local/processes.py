@@ -200,8 +200,8 @@ def free_ports(count: int, among: range = PORTS, *, held: contextlib.ExitStack |
                     held.enter_context(lock.dup())
     if len(ports) < count:
         raise CannotListen(
-            f"a job needs {count} free ports from {among.start} to {among.stop - 1}, but found {len(ports)}. "
-            "Stop the processes that hold them"
+            f"a job needs {count} free ports from {among.start} to {among.stop - 1}, but {len(ports)} are "
+            "free. Stop the processes that hold the others"
         )
     return ports
 

@@ -316,7 +316,9 @@ def how_to_continue(checkpoints: str) -> str:
     """How to continue from this directory; "" if it has no complete checkpoint."""
     if not checkpoints or newest_checkpoint(Path(checkpoints)) is None:
         return ""
-    return f"to continue from its last checkpoint, start it again with --resume {shlex.quote(checkpoints)}"
+    return (
+        f"to continue from the last checkpoint, start the job again with --resume {shlex.quote(checkpoints)}"
+    )
 
 
 def being_written(directory: Path) -> tuple[int, int] | None:

@@ -142,7 +142,7 @@ class PageServer:
     ) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                missing = f"no {self.path} here; this server has {', '.join(pages)}\n"
+                missing = f"there is no {self.path} here; this server has {', '.join(pages)}\n"
                 code, kind, text = pages.get(self.path, lambda: (404, "text/plain", missing))()
                 body = text.encode()
                 self.send_response(code)

@@ -227,9 +227,7 @@ class GrpcServer(Server):
         with self._idle:
             idle = self._idle.wait_for(lambda: self._running == 0, JOIN.total_seconds())
         if not idle:
-            _LOG.warning(
-                "%d handlers on %s did not end; their threads are left", self._running, self._address
-            )
+            _LOG.warning("%d handlers on %s did not end; their threads go on", self._running, self._address)
         self._pool.shutdown(wait=idle)
         self._watchdog.close()
 

@@ -60,7 +60,7 @@ class InprocServer(Server):
             call.end(ConnectionLost(f"{call.what}: the server was closed"))
         left = _join([*running.values(), *idle], JOIN)
         if left:
-            _LOG.warning("%d handlers on %s did not end; their threads are left", left, self._address)
+            _LOG.warning("%d handlers on %s did not end; their threads go on", left, self._address)
 
     def start(self, call: _Call) -> None:
         """Answer `call` in a thread.

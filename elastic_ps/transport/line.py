@@ -152,7 +152,7 @@ class Line:
             self._tls.do_handshake()
             return self._tls.getpeercert()
         except (OSError, ValueError) as error:
-            raise ConnectionLost(f"{self._what}: no handshake ({error})") from error
+            raise ConnectionLost(f"{self._what}: the handshake has failed ({error})") from error
 
     def seal(self, hello: bytes, timeout: timedelta) -> None:
         """Send `hello` to a client after the handshake. Everything after it is sealed. Blocks.

@@ -48,7 +48,7 @@ class LocalServer(StreamServer):
         """
         name = name_of(address)
         if name is None:
-            raise CannotListen(f"{address} is not an address of this host alone")
+            raise CannotListen(f"{address} is not a loopback address, and shm works only within one host")
         super().__init__(listening(name, address), address, limits=limits, stall=stall, admit=same_user)
 
 
@@ -75,7 +75,9 @@ def dial(address: str) -> socket.socket:
     """
     name = name_of(address)
     if name is None:
-        raise ConnectionRefusedError(f"{address} is not an address of this host alone")
+        raise ConnectionRefusedError(
+            f"{address} is not a loopback address, and shm works only within one host"
+        )
     return connected(name, address)
 
 

@@ -126,7 +126,7 @@ class StreamServer(Server):
             idle = self._changed.wait_for(lambda: not self._lines, JOIN.total_seconds())
             left = len(self._lines)
         if not idle:
-            _LOG.warning("%d handlers on %s did not end; their threads are left", left, self._address)
+            _LOG.warning("%d handlers on %s did not end; their threads go on", left, self._address)
 
     def _accept(self) -> None:
         while True:

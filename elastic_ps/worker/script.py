@@ -94,7 +94,7 @@ def main() -> int:
         return exits.LEFT
     except Exception as error:  # noqa: BLE001 (the script's own failure)
         if isinstance(error, errors.TransportError) and current.asked_to_leave():
-            print(f"left in the middle of a step: {error}", file=sys.stderr)
+            print(f"this worker left in the middle of a step: {error}", file=sys.stderr)
             return exits.LEFT
         was_open = current.close(failed=True)
         if left := checks.left_over(error):

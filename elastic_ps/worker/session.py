@@ -277,7 +277,7 @@ class Session:
             raise UsageError(
                 f"summed={[*summed]} does not work with consistency.outer easgd, where each worker keeps its "
                 "own values. Use another outer rule, such as average; or name the tensors in averaged "
-                "(the job has those of the last exchange) or own (they are never exchanged)"
+                "(the job has their values of the last exchange) or own (they are never exchanged)"
             )
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()

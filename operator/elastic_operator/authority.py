@@ -103,7 +103,8 @@ class Authority:
             )
         if not is_issued_by(certificate, root):
             raise UsageError(
-                f"{self}: no certificate of {CA_FILE} has issued {CERTIFICATE_FILE}; add the root that has"
+                f"{self}: no certificate of {CA_FILE} has issued {CERTIFICATE_FILE}; add the root that "
+                "has issued it"
             )
         return _Signer(KeyPair(certificate, key), root, certificate)
 

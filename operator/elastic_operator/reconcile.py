@@ -421,7 +421,7 @@ def _workers(
             # A hung worker is counted, and has an Event.
             yield DeletePod.of(pod, why.message, told=pod.uid in status.worker.counted_pods)
         elif index not in wanted:
-            yield DeletePod.of(pod, f"scaled down to {amount(desired.replicas, 'worker')}")
+            yield DeletePod.of(pod, f"the job is scaled down to {amount(desired.replicas, 'worker')}")
         elif pod.active and index in needless and pod.unbegun:
             yield DeletePod.of(pod, "the training is finished, and its container has not started")
         elif pod.active and index in needless and _stays_out(pod, observed, now):

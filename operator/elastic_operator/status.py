@@ -255,6 +255,6 @@ def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[
     if new.version is not None and new.evaluated > old.evaluated:
         yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
     if new.missed > old.missed:
-        text = f"the evaluator is too slow or keeps failing: it gave up {amount(new.missed, 'checkpoint')} "
+        text = f"the evaluator is too slow or keeps failing: it missed {amount(new.missed, 'checkpoint')} "
         text += "in total. Speed it up, or set a larger evaluator.backlog in the next job"
         yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", text)

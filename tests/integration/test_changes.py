@@ -248,7 +248,7 @@ def test_local_steps_get_more(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "sync", "deterministic": True}, "deterministic stays as it is"),
-    ({"mode": "local", "steps": 5}, "mode local stays as it is"),
+    ({"mode": "local", "steps": 5}, "the place of the optimizer stays as it is"),
     ({"mode": "accumulate", "gradients": 1000}, "the job has only 100 steps"),
 ]
 

@@ -440,7 +440,7 @@ BAD_INPUT = {
     "nothing to export": (["export", "nowhere", "out.pt"], {}, "nowhere: there is no such directory"),
     "a file to export": (["export", "job.yaml", "out.pt"], {}, "job.yaml: there is no such directory"),
     "a script to drill": (["drill", "script.py"], {}, "script.py is a script"),
-    "other histories": (["drill", "job.yaml", "--report", "."], {}, "which is not an earlier drill's"),
+    "other histories": (["drill", "job.yaml", "--report", "."], {}, "it is not from a drill"),
     "unknown job to stop": (["stop", "nobody"], {}, "no job 'nobody'"),
 }
 

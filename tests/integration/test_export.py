@@ -238,7 +238,11 @@ class Other(Tied):
         (Other(), make_optimizer, r"more\.weight is not in the checkpoint"),
         (Tied(0, width=13), make_optimizer, r"embedding\.weight has shape \[50, 13\], but \[50, 12\]"),
         (torch.nn.Linear(2, 2), None, r"embedding\.weight is not in the model"),
-        (Tied(0), lambda m: torch.optim.SGD(m.parameters(), lr=1), r"a SGD, but the checkpoint is of AdamW"),
+        (
+            Tied(0),
+            lambda m: torch.optim.SGD(m.parameters(), lr=1),
+            r"a SGD, but the checkpoint was made with AdamW",
+        ),
         (Tied(0), lambda m: torch.optim.AdamW(m.parameters()), r"1 parameter groups, but the"),
     ],
 )
@@ -291,7 +295,9 @@ def test_what_belongs_to_each_worker_keeps_its_values(tmp_path: Path) -> None:
         ModelMismatch, match=r"probe.weight is not in the .*passes own=\[\.\.\.\] to .*, pass it here, too"
     ):
         elastic_ps.load_checkpoint(directory, model)
-    with pytest.raises(ModelMismatch, match=r"body\.weight is in the checkpoint, but named in own"):
+    with pytest.raises(
+        ModelMismatch, match=r"body\.weight is in the checkpoint, but own=\[\.\.\.\] names it"
+    ):
         elastic_ps.load_checkpoint(directory, model, own=["body", "probe", "seen"])
     with pytest.raises(InvalidModel, match="own names 'sonde'"):
         elastic_ps.load_checkpoint(directory, model, own=["sonde"])

@@ -177,7 +177,9 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     failing(tmp_path / "b", script(other), InvalidModel, r"is not what state_dict\(\) of this Adam gives")
     failing(tmp_path / "c", script({}), InvalidModel, r"is not what state_dict\(\) of this Adam gives")
     other = sgd(make_mlp((6, 4, 1))).state_dict()
-    failing(tmp_path / "d", script(other), InvalidModel, "it has no betas. Pass the state_dict")
+    failing(
+        tmp_path / "d", script(other), InvalidModel, "its param_groups have no betas. Pass the state_dict"
+    )
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_a_loop_that_one_process_leaves_is_named(tmp_path: Path, overlap: int | 
     rule = local(5) if overlap is None else local(5, overlap=overlap)
     with running_job(tmp_path, consistency=rule, worker={"processes": 2}) as job:
         job.start_processes(0, script)
-        where = "the exchange of local steps" if overlap is None else "where the version of an exchange"
+        where = "the exchange of local steps" if overlap is None else "the end of an exchange"
         with pytest.raises(UsageError, match=rf"0 is at optimizer.step\(\), process 1 at {where}"):
             job.join()
 

@@ -287,7 +287,7 @@ def test_without_ranks_nothing_can_travel_through_mpi(ranks: Ranks, ranks_given:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
         code, err = done.returncode, done.stderr
     assert code == 2
-    assert "--transport mpi: there are no ranks to relay anything. Start the job with mpirun" in err
+    assert "--transport mpi needs other ranks, which relay the calls. Start the job with mpirun" in err
     assert ranks.status() is None, "nothing was started"
 
 

@@ -362,7 +362,10 @@ def test_the_health_server_says_what_is_wrong_until_it_is_closed() -> None:
     assert get(port, "/readyz") == (503, "not yet")
     wrong["healthy"] = "a watch is dead"
     assert get(port, "/healthz") == (503, "a watch is dead")
-    assert get(port, "/else") == (404, "no /else here; this server has /healthz, /readyz, /metrics\n")
+    assert get(port, "/else") == (
+        404,
+        "there is no /else here; this server has /healthz, /readyz, /metrics\n",
+    )
     code, text = get(port, "/metrics")
     assert code == 200
     assert "elastic_ps_operator_reconcile_seconds_count 0.0" in text

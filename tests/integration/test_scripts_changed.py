@@ -296,7 +296,7 @@ def test_what_is_broadcast_is_one_workers(tmp_path: Path, server: dict[str, Any]
         ({"averaged": ["techer"]}, "averaged names 'techer', .* it has online.0.weight"),
         ({"own": "teacher"}, r"expected a list of names, as in \['teacher'\]"),
         ({"own": ["online"]}, "the optimizer trains online.0.weight, so do not name it in own"),
-        ({"averaged": ["teacher"], "broadcast": ["teacher.0.bias"]}, "named in averaged and in broadcast"),
+        ({"averaged": ["teacher"], "broadcast": ["teacher.0.bias"]}, "named in averaged and broadcast"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(tmp_path: Path, names: Any, match: str) -> None:

@@ -125,8 +125,8 @@ def test_a_checkpoint_has_both_states(tmp_path: Path) -> None:
     assert same_bits(other, plain)
     reversed_ones = dict(reversed(adam_and_sgd(both).items()))
     cases: list[tuple[Any, str]] = [
-        (adam(both), "the optimizer is a Adam, but the checkpoint is of Adam.SGD.SGD"),
-        (reversed_ones, "the optimizers are SGD.SGD.Adam, but the checkpoint is of Adam.SGD.SGD"),
+        (adam(both), "the optimizer is a Adam, but the checkpoint was made with Adam.SGD.SGD"),
+        (reversed_ones, "the optimizers are SGD.SGD.Adam, but the checkpoint was made with Adam.SGD.SGD"),
     ]
     for wrong, match in cases:
         with pytest.raises(ModelMismatch, match=match):

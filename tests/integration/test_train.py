@@ -80,7 +80,7 @@ def test_more_steps_of_a_run_that_has_ended_need_more_epochs(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     done = elastic_ps(tmp_path, *train, "--max-steps", 4, "--resume", "kept")
     assert done.returncode == 2
-    assert "the earlier run was ended at step 2, so none was made. Raise --epochs, too" in done.stderr
+    assert "the earlier run was ended at step 2, so this one made no step. Raise --epochs, too" in done.stderr
     done = elastic_ps(tmp_path, *train[:-1], 2, "--max-steps", 4, "--resume", "kept", "--report", "out")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "run.json").read_text())["version"] == 4

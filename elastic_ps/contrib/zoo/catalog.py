@@ -185,7 +185,9 @@ def check_fit(network: Network, dataset: DataSet) -> None:
     if network.kind == dataset.kind:
         return
     fitting = [other.name for other in DATA_SETS if other.kind == network.kind]
-    told = f"it is trained on {', '.join(fitting)}" if fitting else "none of the zoo's data sets fits it"
+    told = "none of the zoo's data sets fits it"
+    if fitting:
+        told = f"{network.name} is trained on {', '.join(fitting)}"
     hint = "" if fitting else f"; build it in a script of your own, with {network.place.replace(':', '.')}"
     raise UserError(
         f"the network {network.name} takes records of kind {network.kind}, and the data set {dataset.name} "

@@ -78,7 +78,8 @@ def main(
     if session.is_chief:
         if session.stopped and begun == session.version < max_steps:
             raise elastic_ps.UsageError(
-                f"the earlier run was ended at step {session.version}, so none was made. Raise --epochs, too"
+                f"the earlier run was ended at step {session.version}, so this one made no step. "
+                "Raise --epochs, too"
             )
         scores = evaluate(model, test, batch_size=test_batch_size, device=device)
         session.report(**{"test_loss": scores.loss, "prec@1": scores.prec1, "prec@5": scores.prec5})

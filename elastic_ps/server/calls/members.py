@@ -195,7 +195,7 @@ class MemberCalls:
         with self._job.member(request.caller) as (state, _):
             _, state_holders = state.all_reduce
             if request.version != state.version:
-                text = f"values of version {request.version} came, but version {state.version} is there"
+                text = f"values of version {request.version} were sent, but the job is at {state.version}"
                 raise Refused(RefusalCode.WRONG_VERSION, text)
             state_holders.version = request.version
             wanted = state_holders.wanted == request.version
@@ -319,7 +319,7 @@ def _link(request: pb.JoinRequest) -> Link | None:
         return None
     link = Link(request.link.rate, request.link.seconds)
     if not all(math.isfinite(each) and each >= 0 for each in link):
-        raise Malformed(f"Join: no network is like {link}")
+        raise Malformed(f"Join: these measurements of a network are impossible: {link}")
     return link
 
 

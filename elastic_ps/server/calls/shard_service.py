@@ -80,7 +80,7 @@ class ShardService:
         """Add a gradient. Returns False if the round's sum has it already."""
         shard = self._node.shard
         if shard.term != key.term:  # a new term may have begun, with other encodings
-            raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
+            raise Refused(RefusalCode.STALE_TERM, f"the push is of term {key.term}, not {shard.term}")
         sent = from_message(Payload, request, body=EMPTY)
         return shard.push(key, request.weight, sent, incoming)
 

@@ -295,7 +295,7 @@ class StepCalls:
                 the optimizer cannot step with; FORBIDDEN: the step is of another worker than `caller`.
         """
         if request.caller.worker != caller.worker:
-            raise Refused(RefusalCode.FORBIDDEN, f"worker {caller.worker} ends a step in another's name")
+            raise Refused(RefusalCode.FORBIDDEN, f"worker {caller.worker} ends a step of another worker")
         settings = settings_from_message(request.settings) if request.settings else None
         contribution = from_message(
             Contribution,
@@ -364,15 +364,15 @@ class StepCalls:
             if (rounds.version, rounds.attempt) != known:
                 return None if self.job.behind else _met(state, worker)
             if request.broken and not rounds.decided:
-                text = "the group of version %d, attempt %d, has lost the connection: worker %d tells it"
-                logger.info(text, version, attempt, worker)
+                text = "worker %d reports that the group of version %d, attempt %d, has lost the connection"
+                logger.info(text, worker, version, attempt)
                 state.begin_again()
                 self.job.note_change()
                 return Look.AGAIN
             if barrier is None:
                 return None
             if not rounds.takes_part(worker):
-                text = f"worker {worker} does not make the round on version {version}"
+                text = f"worker {worker} takes no part in the round on version {version}"
                 raise Refused(RefusalCode.LATE, text)
             if rounds.meet(worker, barrier, holds=request.holds):
                 if barrier is Barrier.GRADIENTS:

@@ -150,7 +150,7 @@ class Guarded:
         if not settled:
             doing = {
                 Course.ROLLING_BACK: "going back to a checkpoint",
-                Course.PAUSED: "writing one to continue from",
+                Course.PAUSED: "writing a checkpoint to continue from",
             }.get(self.course, "committing a round")
             raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
         return self.state
@@ -205,7 +205,8 @@ class Guarded:
         if state.model is None:  # there is no need to go back to a checkpoint
             self.turn(CourseEvent.RESTORE)
         why = f": {reason}" if reason else ""
-        logger.info("worker %d %s at version %d%s", worker, outcome, state.version, why)
+        gone = {"lost": "was lost", "hung": "was declared hung"}.get(outcome, outcome)
+        logger.info("worker %d %s at version %d%s", worker, gone, state.version, why)
         if state.rounds.attempt != attempt:
             text = "the round on version %d starts again, as attempt %d"
             logger.info(text, state.version, state.rounds.attempt)

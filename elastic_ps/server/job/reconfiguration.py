@@ -196,7 +196,7 @@ class DesiredConfiguration:
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidJob(f"what is wanted of the job cannot be read: {error}") from error
+            raise InvalidJob(f"the requested change of the job cannot be read: {error}") from error
         if text == self._text or not text.strip():
             return None
         self._text = text

@@ -190,10 +190,12 @@ def _restored(
         )
     before = len(saved.get("shares", ()))
     if shares is not None and before != min(shares, saved["records"]):
-        such = f"deterministic: true and worker.replicas: {before}" if before else "no such shares"
+        such, do = "without such shares", "leave deterministic out"
+        if before:
+            such, do = f"with deterministic: true and worker.replicas: {before}", "set the same"
         raise InvalidJob(
             "with consistency.deterministic and without globalBatchSize, each worker has its own share of "
-            f"the records, and the checkpoint was made with {such}; set the same to continue from it"
+            f"the records, and the checkpoint was made {such}; {do} to continue from it"
         )
     kind = FixedSchedule if "shares" in saved else Ledger
     return kind.from_state(saved, shard_records=data.shard_records)

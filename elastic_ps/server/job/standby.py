@@ -293,7 +293,7 @@ class Rescue:
             try:
                 self._save(order)
             except TransportError as error:  # the standby would not answer to an older order either
-                logger.warning("version %d is given up with a standby that is gone: %s", order.version, error)
+                logger.warning("version %d is given up, since a standby is silent: %s", order.version, error)
                 return False
             except Refused as refusal:
                 if refusal.code is RefusalCode.STALE_TERM:

@@ -288,7 +288,7 @@ class Pulls:
 
         with self._round.lock:
             if asked.term != log.term:
-                text = f"pull of term {asked.term}; this is term {log.term}"
+                text = f"the pull is of term {asked.term}, not {log.term}"
                 raise Refused(RefusalCode.STALE_TERM, text)
             arrived = self._round.wait(ready, on=None if may_be_made is None else self._round.added)
             if reached():  # and it stays so

@@ -267,7 +267,8 @@ class Shard:
                 f"which has {bucket.nbytes} bytes and {len(bucket.pieces)} pieces",
             )
         if not is_weight(weight) or bucket.rule is Rule.CONSTANT:
-            raise Refused(RefusalCode.MALFORMED, f"bucket {key.bucket} ({bucket.rule.name}), weight {weight}")
+            text = f"bucket {key.bucket} ({bucket.rule.name}) takes no weight {weight}"
+            raise Refused(RefusalCode.MALFORMED, text)
         slot = (key.bucket, key.worker)
         with self._lock:
             may_go_on = self._round.wait(

@@ -247,7 +247,7 @@ def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str
     for what, prefixes in given.items():
         for name in sorted(within(prefixes, names, what)):
             if said.setdefault(name, what) != what:
-                raise InvalidModel(f"{name} is named in {said[name]} and in {what}; name it in one of them")
+                raise InvalidModel(f"{name} is named in {said[name]} and {what}; name it in one of them")
     return said
 
 

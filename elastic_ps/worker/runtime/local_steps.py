@@ -191,7 +191,7 @@ class LocalSteps:
         step = runtime.new_step(runtime.version)
         with runtime.known():  # the round that is open waits for this worker from now on
             try:
-                return runtime.world.decide("where an exchange begins", lambda: runtime.client.begin(step)[0])
+                return runtime.world.decide("the start of an exchange", lambda: runtime.client.begin(step)[0])
             except Refused as refusal:
                 if refusal.code is RefusalCode.LATE:
                     return step.base  # so is the exchange

@@ -342,7 +342,7 @@ class Membership:
         """Begin another incarnation. Blocks. `trained`: the model no longer has its first values."""
         described, settings = self._described, self.schedule.current() if trained else self._settings
         joined = self.world.decide(
-            "the place where it joins again",
+            "its next join",
             lambda: self.client.join(described.every, described.optimizer, settings, again=trained),
         )
         strategy.reset()
@@ -371,7 +371,7 @@ class Membership:
             try:
                 if joined.initialise and first is not None:
                     first.check(thorough=True)
-                    self.world.decide("the place where it joins again", partial(self._bring, first))
+                    self.world.decide("its next join", partial(self._bring, first))
                 self._first = None
                 self.strategy.fetch(version, contributor=False)
                 self._first = first

@@ -207,7 +207,7 @@ class AllReduce(Strategy):
         met = self._client.meet(self._client.member_id, version, None)
         self._settle(met)
         if met.version != version or not self.has(version):
-            text = f"this worker was to make a round on version {version}, but version {met.version} is there"
+            text = f"this worker was to make a round on version {version}, but the job is at {met.version}"
             raise Refused(RefusalCode.STALE_INCARNATION, text)
         self.version = version
 

@@ -36,9 +36,9 @@ from elastic_ps.worker.wire.local_world import LocalWorld
 
 _STEP = "optimizer.step()"
 _EXCHANGE = "the exchange of local steps"  # these have met at optimizer.step(), see `MeanGradients`
-_START = "where an exchange is sent off"
+_START = "the sending of an exchange"
 _FETCH = "the reading of a version"
-_RESULT = "where the version of an exchange is taken over"
+_RESULT = "the end of an exchange"
 
 _NO_STEP = -1
 

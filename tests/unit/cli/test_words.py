@@ -91,7 +91,7 @@ def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
     (tmp_path / "version-0000000012").mkdir()
     assert newest_checkpoint(tmp_path) == 10
     assert how_to_continue(f"{tmp_path}") == (
-        f"to continue from its last checkpoint, start it again with --resume {tmp_path}"
+        f"to continue from the last checkpoint, start the job again with --resume {tmp_path}"
     )
     assert how_to_continue(f"{tmp_path}/missing") == how_to_continue("") == ""
 
@@ -107,7 +107,7 @@ def test_how_to_continue_is_said_of_a_job_whose_launcher_was_killed(tmp_path: Pa
     )
     status = directory.read_status()
     assert status is not None
-    assert status.message.startswith("the launcher (pid 7) is gone; to continue from its last checkpoint, ")
+    assert status.message.startswith("the launcher (pid 7) is gone; to continue from the last checkpoint, ")
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("Running", True), ("Suspended", False), ("Failed", False)])
@@ -149,8 +149,8 @@ def test_the_status_says_why_the_job_learns_nothing() -> None:
         ({"pushed": (2000, 2000), "pulled": (999, 999)}, "2.0 kB of gradients, 999 B of values"),
         (
             {"pushed": (25_100_000, 100_000_000), "pulled": (15 * 10**8, 3 * 10**9)},
-            "25.1 MB of gradients (25.1% of the plain size), 1.5 GB of values (50.0% of the plain size), "
-            "2.5 s to encode and decode",
+            "25.1 MB of gradients (25.1% of the uncompressed size), "
+            "1.5 GB of values (50.0% of the uncompressed size), 2.5 s to encode and decode",
         ),
     ],
 )
@@ -168,7 +168,7 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
         Traffic(pushed_bytes=1, pushed_plain_bytes=2, codec=name) for name in ("topk", "", "int8", "topk")
     ]
     together = sum(chosen, Traffic())
-    said = "4 B of gradients (50.0% of the plain size), sent as int8, topk"
+    said = "4 B of gradients (50.0% of the uncompressed size), sent as int8, topk"
     assert words.traffic(together) == said
 
 
@@ -178,7 +178,7 @@ def test_what_backward_hides_is_a_share_over_all_workers() -> None:
     both = one + Traffic(**sent, push_seconds=1.0, overlap="a: b, c") + Traffic(overlap="d")
     assert both.hidden_share == 0.75
     assert both.overlap == "a: b, c; d"
-    assert words.traffic(both) == "2 B of gradients, 75% of the time to send gradients was during backward"
+    assert words.traffic(both) == "2 B of gradients, 75% of the sending of gradients overlapped with backward"
     assert Traffic(**sent).hidden_share is None, "all was sent in one call"
 
 
@@ -333,7 +333,7 @@ def summary_of(
 def test_the_value_of_the_best_version_is_not_taken_for_a_version() -> None:
     found = EvaluationStatus(version=39, metrics={"prec@1": 34.3}, best_version=30, best=40.0, evaluated=4)
     said = summary_of(Progress(version=39, evaluation=found))
-    assert said["best"] == "version 30 with 40; it is kept"
+    assert said["best"] == "version 30 with 40; its checkpoint is kept"
 
 
 def test_the_cause_of_a_failure_is_said_without_the_output() -> None:

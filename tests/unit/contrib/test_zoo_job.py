@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "data set": ({"arguments": {"dataset": "cifar"}}, r"did you mean Cifar10\?"),
     "kinds": (
         {"arguments": {"network": "gpt"}},
-        "GPT takes records of kind text, .* MNIST .* it is trained on text",
+        "GPT takes records of kind text, .* MNIST .* GPT is trained on text",
     ),
     "aggregate": ({"num_workers": 2, "num_aggregate": 5}, "--num-aggregate is 5, but there are 2 workers"),
     "mode": ({"mode": "async"}, "--mode is 'async'; expected one of normal, sync, kill, bounded"),

@@ -206,7 +206,7 @@ def test_another_shuffle_is_noticed_also_where_nothing_else_identifies_the_recor
     assert differing(one, fingerprint(nothing, RECORDS)) == [], "an older checkpoint"
     blocks = fingerprint(nothing, RECORDS, "[5]", shuffle=True)
     assert differing(other, blocks) == [ORDER]
-    assert "DataLoader's shuffle" in other_records([SHUFFLE])
+    assert "shuffle of the DataLoader" in other_records([SHUFFLE])
 
 
 def test_a_data_set_of_other_files_is_noticed_by_their_digests() -> None:

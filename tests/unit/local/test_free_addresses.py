@@ -26,7 +26,7 @@ def test_what_somebody_listens_on_is_left_out() -> None:
     address, other = free_addresses(2)
     taken = int(address.removeprefix("127.0.0.1:"))
     only = range(taken, taken + 1)
-    message = f"needs 1 free ports from {taken} to {taken}.* found 0"
+    message = f"needs 1 free ports from {taken} to {taken}.* 0 are free"
     with socket.create_server(("127.0.0.1", taken)), pytest.raises(CannotListen, match=message):
         free_addresses(1, only)
     assert free_addresses(1, only) == [address]

@@ -108,7 +108,7 @@ def takes(sock: socket.socket) -> bool:
 def test_a_page_that_does_not_exist_is_named(server: StatusServer) -> None:
     code, kind, text = get(server, "/else")
     assert (code, kind) == (404, "text/plain")
-    assert text.startswith("no /else here; this server has /status, /loss, ")
+    assert text.startswith("there is no /else here; this server has /status, /loss, ")
 
 
 def test_one_that_does_not_wait_for_the_answer_is_not_logged(

@@ -121,7 +121,9 @@ def test_shares_of_records_stay_those_of_as_many_workers(reader: Reader, shares:
     given |= {"data": SPEC.data, "version": 1, "model": model, "shares": shares}
     state = json.loads(json.dumps(reader.manifest.state))
     with (
-        pytest.raises(InvalidJob, match="made with no such shares; set the same") if shares else nullcontext()
+        pytest.raises(InvalidJob, match="made without such shares; leave deterministic out")
+        if shares
+        else nullcontext()
     ):
         record.JobRecord.read(state).continued(**given)
     state["ledger"] = FixedSchedule(20, 1, 4, 2).state()
