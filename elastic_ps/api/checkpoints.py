@@ -22,7 +22,8 @@ class VolumeClaim(CamelModel):
         default="1Gi",
         pattern=STORAGE,
         description="The size to request. It has to hold checkpoint.keep checkpoints and one more. With an "
-        "evaluator, it also has to hold evaluator.backlog checkpoints and the best one.",
+        "evaluator, it also has to hold evaluator.backlog checkpoints, the best one and the one that is "
+        "evaluated.",
     )
     storage_class_name: str | None = Field(
         default=None, description="The storage class. If unset, the cluster's default is used."

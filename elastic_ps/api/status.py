@@ -319,7 +319,8 @@ class ServerStatus(CamelModel):
     shard: int = Field(description="The index of this parameter server.")
     shards: int = Field(description="The number of parameter servers.")
     term: int = Field(
-        description="The number of starts of the parameter server. 0 while it waits for its storage."
+        description="A number that grows when shard 0 starts or takes the job back to a checkpoint. 0 while "
+        "the parameter server waits for its storage."
     )
     ready: bool = Field(
         description="True once the model has its first values, or a script has asked for a tensor of "
@@ -460,7 +461,8 @@ class ParameterServerStatus(CamelModel):
 
     ready: int = Field(default=0, description="The number of parameter servers that are ready.")
     term: int | None = Field(
-        default=None, description="The number of starts of the parameter server. Each start is a term."
+        default=None,
+        description="A number that grows when shard 0 starts or takes the job back to a checkpoint.",
     )
     consistency: str = Field(default="", description="The consistency that is in force, in words.")
     compression: str = Field(
