@@ -46,8 +46,9 @@ TLS_ANNOTATION = f"{GROUP}/tls"
 SECRET_TYPE = f"{GROUP}/certificates"
 """The type of the operator's Secrets. Types never change, so it cannot write over a Secret of others."""
 
-PART = 256
-"""The number of processes in a Secret of at most 1 MiB. A certificate and its key take about 1.3 KB."""
+PART = 64
+"""The processes of a Secret, which Kubernetes refuses above 1 MiB. A certificate and its key take 1.3 KB, and
+each certificate of an issuer's chain up to 3 KB more."""
 
 TLS_DIRECTORY = "/etc/elastic-ps/tls"
 

@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from elastic_operator import builders, names
-from elastic_operator.certificates import REFUSED, room
+from elastic_operator.certificates import REFUSED, Issued, room, secrets
 from elastic_operator.plan import Certify, Create, Options, Outcome, Remember, stamp
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.reconcile import reconcile
@@ -258,6 +258,16 @@ def test_secrets_hold_what_pods_mount(server: ApiServer, tmp_path: Path) -> None
     server.requests.clear()
     operator.turn()
     assert server.requests == []
+
+
+def test_a_secret_has_room_for_the_chain_of_an_issuer() -> None:
+    """Else a large job could not start: Kubernetes refuses a Secret of more than 1 MiB."""
+    certify = Certify({"worker": room(1000)}, DAY, "")
+    one = Issued(b"c" * (1100 + 4 * 3000), b"k" * 240, b"r" * 3000, datetime.now(UTC))
+    made = list(secrets(job_document(), certify, {("worker", i): one for i in range(room(1000))}))
+    assert sum(len(each["stringData"]) - 1 for each in made) == 2 * room(1000)
+    for secret in made:
+        assert sum(len(key) + len(value) for key, value in secret["stringData"].items()) < 1 << 20
 
 
 def test_another_operator_issues_what_the_processes_trust_already(server: ApiServer, tmp_path: Path) -> None:
