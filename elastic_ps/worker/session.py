@@ -496,7 +496,7 @@ class Session:
             base,
             worker=self.worker,
             version=self.version,
-            local=self._runtime.local.made if self._runtime.local else 0,
+            local=self._runtime.local.on_version if self._runtime.local else 0,
             process=self.processes.rank,
         )
 

@@ -631,7 +631,9 @@ def test_a_rate_that_a_worker_lowers_while_it_pauses_is_not_lost(tmp_path: Path)
         assert rate < 0.5 * 0.02 * 0.9**version
 
 
-def test_each_local_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [None, 2])
+def test_each_local_step_draws_random_numbers_of_its_own(tmp_path: Path, overlap: int | None) -> None:
+    """Also one that is made while an exchange is under way, on the version before."""
     seeds = list[int]()
 
     def script(session: Session) -> None:
@@ -643,7 +645,7 @@ def test_each_local_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None
             mse(model, x, y).backward()
             optimizer.step()
 
-    alone(tmp_path, script, consistency=local(5))
+    alone(tmp_path, script, consistency=local(5) | ({"overlap": overlap} if overlap else {}))
     assert len(set(seeds)) == 10
 
 

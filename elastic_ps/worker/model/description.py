@@ -117,7 +117,8 @@ class ModelDescription:
         outside = frozen.tensors if frozen is not None else {}
         check = frozen.check if frozen is not None else None
         self.registered = Registered(model, [uncompiled(name) for name in own], check)
-        self._tables = _sparse_weights(model) if tables else set()
+        modules, kinds = model.modules() if tables else (), (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        self._tables = {id(each.weight) for each in modules if isinstance(each, kinds) and each.sparse}
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
         for name, parameter in parameters.items():
             group = group_of.get(id(parameter), -1)
@@ -299,15 +300,6 @@ def _check_normalisation(model: torch.nn.Module) -> None:
                 "the workers (BatchNorm and other buffers in docs/guides/scripts.md). If a worker's batch is "
                 "too small for that, use GroupNorm, or a larger batch_size and fewer workers"
             )
-
-
-def _sparse_weights(model: torch.nn.Module) -> set[int]:
-    """The ids of the weights of embeddings that have sparse gradients."""
-    return {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
-    }
 
 
 def _check_embeddings(model: torch.nn.Module, names: Collection[str], *, stepped_here: bool) -> None:

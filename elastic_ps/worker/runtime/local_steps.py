@@ -78,6 +78,7 @@ class LocalSteps:
 
     Attributes:
         made: how many there are.
+        on_version: how many steps the script has made since this worker got its version.
         started: the exchange that goes on while the script makes its next steps.
     """
 
@@ -91,7 +92,7 @@ class LocalSteps:
         self._gradients, self._make_step = gradients, make_step
         self._mean = None if runtime.world.alone else MeanGradients(flat, runtime.world, self._parts)
         self._consistency = runtime.spec.consistency
-        self.made = 0
+        self.made = self.on_version = 0
         rule = self._consistency.outer_rule
         self._rate, self._elastic = rule.learning_rate, rule.elastic
         self._flat, self._runtime = flat, runtime
@@ -155,6 +156,7 @@ class LocalSteps:
         weight = runtime.batches.weight if self._mean is None else self._mean.weight
         runtime.batches.keep()
         self.made += 1
+        self.on_version += 1
         records = runtime.batches.last_kept
         if any(self._trained) and self._weighed != (weight is not None):
             raise UsageError(
@@ -266,7 +268,7 @@ class LocalSteps:
         runtime.begin(samples, weight, excluded)
         for bucket, present in self._contribute(excluded):
             runtime.ready(bucket, present)
-        self.made = 0
+        self.made, self.on_version = 0, self.on_version if starts else 0
         self._exchanges += 1
         for number in about:
             self._trained[number], self._weights[number] = 0, 0.0
@@ -277,7 +279,7 @@ class LocalSteps:
     def void(self) -> None:
         """Undo these steps: the model gets the values that were pulled last."""
         self.cancel()
-        self.made = 0
+        self.made = self.on_version = 0
         self._trained, self._weights = [0] * len(self._fragments), [0.0] * len(self._fragments)
         self._own.clear()
         self._before.clear()
@@ -325,6 +327,7 @@ class LocalSteps:
     @torch.no_grad()
     def _take_over(self) -> None:
         """Give the model the version of the exchange, with what has changed since it was started."""
+        self.on_version = 0
         for index, before in self._before.items():
             tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
             _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)

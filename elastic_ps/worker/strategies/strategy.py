@@ -270,6 +270,7 @@ class LocalTraining(Protocol):
     """The steps that this worker makes by itself; see `local_steps.LocalSteps`."""
 
     made: int
+    on_version: int
     started: Started | None
 
     def exchange(self) -> None: ...
