@@ -31,7 +31,7 @@ from elastic_ps.worker.model.checks import Averages, check_model, check_wrapper
 from elastic_ps.worker.model.description import ModelDescription
 from elastic_ps.worker.model.schedule import Interval, check_interval
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.runtime.local_steps import outer_optimizer, refuse_limits
+from elastic_ps.worker.runtime.local_steps import outer_optimizer
 from elastic_ps.worker.runtime.runtime import Runtime
 from elastic_ps.worker.runtime.state import ScriptState
 from elastic_ps.worker.wire.client import Client
@@ -270,8 +270,6 @@ class Session:
                 optimizer, self.spec.consistency.outer_rule, workers=self.spec.worker.replicas
             )
         else:
-            if self.spec.all_reduce:
-                refuse_limits(optimizer, "with strategy all-reduce")
             imported = None if state is None else ImportedState(optimizer, state)
         if summed and self.spec.consistency.mode == "local" and self.spec.consistency.outer_rule.elastic:
             raise UsageError(

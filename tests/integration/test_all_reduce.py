@@ -605,11 +605,8 @@ def test_what_needs_gradients_on_a_parameter_server_is_refused(fields: dict[str,
         make_spec(**{"strategy": "all-reduce", **fields})
 
 
-def test_limits_and_assigned_values_are_refused(tmp_path: Path) -> None:
+def test_assigned_values_are_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
-        model = make_mlp()
-        with pytest.raises(InvalidModel, match="with strategy all-reduce the script's own optimizer"):
-            session.optimizer(sgd(model), model, clamp=(-1.0, 1.0))
         model = make_mlp()
         session.optimizer(sgd(model), model)
         with pytest.raises(UsageError, match=r"session\.assign does not work with strategy all-reduce"):
@@ -618,6 +615,122 @@ def test_limits_and_assigned_values_are_refused(tmp_path: Path) -> None:
     with running(tmp_path) as job:
         job.start(0, script)
         job.join()
+
+
+def clamped(weight: torch.Tensor) -> None:
+    weight.clamp_(-0.2, 0.1)
+
+
+def rows_limited(weight: torch.Tensor) -> None:
+    norms = weight.norm(dim=1, keepdim=True)
+    weight.mul_(torch.where(norms > 0.4, 0.4 / norms, 1.0))
+
+
+def zeros_kept(weight: torch.Tensor) -> None:
+    weight[1] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("option", "limit"),
+    [
+        ({"clamp": (-0.2, 0.1)}, clamped),
+        ({"max_norm": 0.4}, rows_limited),
+        ({"keep_zeros": True}, zeros_kept),
+    ],
+)
+def test_limits_are_kept_also_by_a_newcomer(
+    tmp_path: Path, option: dict[str, Any], limit: Callable[[torch.Tensor], None]
+) -> None:
+    """What it gets from a peer is within the limits; else it would have another model from then on."""
+    data, models = Numbers(400), Models()
+
+    def blank(model: torch.nn.Module) -> torch.nn.Parameter:
+        weight = next(model.parameters())
+        with torch.no_grad():
+            weight[1] = 0.0
+        return weight
+
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        blank(model)
+        first, *rest = model.parameters()
+        return torch.optim.SGD([{"params": [first], **option}, {"params": rest}], lr=0.05, momentum=0.9)
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            if session.worker == 0 and step == 4:
+                job.start(1, script)
+                both_are_there(job)
+
+        models[session.worker] = train(session, data, make, each=each)
+
+    def replayed(model: torch.nn.Module, *, within: bool) -> None:
+        weight = blank(model)
+
+        @torch.no_grad()
+        def after(*_: object) -> None:
+            limit(weight)
+
+        replay(commits, data, model, make, job.spec, after=after if within else None)
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        commits = job.commits()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert_equal_up_to_round_off(models[0], make_mlp(), lambda model: replayed(model, within=True))
+    with pytest.raises(AssertionError):
+        assert_equal_up_to_round_off(models[0], make_mlp(), lambda model: replayed(model, within=False))
+
+
+class Packed(torch.nn.Module):
+    """One of its parameters is of whole numbers, which no optimizer trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_mlp()
+        self.packed = torch.nn.Parameter(torch.arange(-4, 4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x)
+
+
+def test_limits_leave_alone_what_is_not_trained(tmp_path: Path) -> None:
+    models = Models()
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = Packed()
+        optimizer = session.optimizer(sgd(model), model, clamp=(-0.2, 0.1))
+        for x, y in session.loader(Numbers(40), 5):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running(tmp_path) as job:
+        job.run(script, workers=2)
+    for model in models.values():
+        assert isinstance(model, Packed)
+        assert torch.equal(model.packed, torch.arange(-4, 4))
+        for parameter in model.body.parameters():
+            assert -0.2 <= parameter.min() <= parameter.max() <= 0.1
+
+
+def test_rows_that_are_larger_than_a_bucket_may_be_limited(tmp_path: Path) -> None:
+    """Workers have them whole. A parameter server has parts of them, and refuses that."""
+
+    def script(session: Session) -> None:
+        model = torch.nn.Linear(600, 2, bias=False)
+        optimizer = session.optimizer(
+            torch.optim.SGD([{"params": model.parameters(), "max_norm": 0.5}], lr=0.1), model
+        )
+        for x, y in session.loader(Numbers(20), 5):
+            optimizer.zero_grad()
+            (model(x.repeat(1, 100)[:, :600]).sum() - y.sum()).backward()
+            optimizer.step()
+        assert float(model.weight.detach().norm(dim=1).max()) <= 0.5 + 1e-6
+
+    with running(tmp_path, parameterServer={"bucketBytes": 1024}) as job:
+        job.run(script, workers=2)
 
 
 def test_a_worker_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

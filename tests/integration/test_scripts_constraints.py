@@ -210,7 +210,7 @@ def test_an_embedding_that_limits_its_rows_itself_is_refused(
 
     advice = 'without max_norm, and give its weight a parameter group of its own, with "max_norm": 0.5'
     if mode:
-        advice = "without max_norm, and limit its rows in the script, after optimizer.step"
+        advice = "In mode local, limit its rows in the script instead, after optimizer.step"
     if averaged:
         alone(tmp_path, script, consistency=mode)
     else:

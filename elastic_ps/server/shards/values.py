@@ -12,6 +12,7 @@ import torch
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, Sparse
 from elastic_ps.codec.changes import Delta, make_delta
+from elastic_ps.codec.limits import limited
 from elastic_ps.codec.optimizers import (
     MASTER,
     PULLED,
@@ -27,7 +28,7 @@ from elastic_ps.codec.several import Kind
 from elastic_ps.codec.state import Source, Stored
 from elastic_ps.codec.stepper import Groups, Stepper
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
-from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM
+from elastic_ps.core.settings import LIMITS
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.memory import Allocate, plain
@@ -84,7 +85,7 @@ class BucketValues:
             self._bounds.append(self._bounds[-1] + piece.length)
         self._parameters: list[torch.nn.Parameter] = []
         self._stepper: Stepper | None = None
-        self._rows: list[int] = []
+        self._row: dict[int, int] = {}  # the elements of a row, by the id of the parameter
         if bucket.rule is Rule.GRADIENT:
             self.master = self.values.to(wide(self.values.dtype), copy=deltas is not None)
             self._parameters = [
@@ -114,7 +115,8 @@ class BucketValues:
             if steps_whole_tensors(kinds[group_of[index]]):
                 whole = self._piece(self.master, index).view(tensors[piece.tensor].shape)
                 self._parameters[index] = torch.nn.Parameter(whole)
-        self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
+        pieces = zip(self._parameters, self.bucket.pieces, strict=True)
+        self._row = {id(parameter): tensors[piece.tensor].row for parameter, piece in pieces}
         self._stepper = Stepper(kinds, groups, self._parameters, group_of)
 
     @property
@@ -266,16 +268,8 @@ class BucketValues:
         if divisor != 1:
             total.div_(divisor)
         self._stepper.prepare(groups)
-        zeros = [
-            (parameter.data, parameter.data == 0)
-            for group in self._stepper.param_groups
-            if group.get(KEEP_ZEROS)
-            for parameter in group["params"]
-        ]
-        self._stepper.step([index for index, present in enumerate(self.present) if present], self._sums)
-        self._limit()
-        for values, mask in zeros:
-            values.masked_fill_(mask, 0)
+        with limited(self._stepper.param_groups, lambda each: each.detach().view(-1, self._row[id(each)])):
+            self._stepper.step([index for index, present in enumerate(self.present) if present], self._sums)
 
     def _publish(self, version: int) -> None:
         """Update the values that workers pull from those that the optimizer has stepped."""
@@ -290,19 +284,6 @@ class BucketValues:
     def delta_for(self, held: int | None) -> Delta | None:
         """The change since version `held`, for a worker that has that; None: it needs all values."""
         return None if held is None or self.delta is None or held < self.delta.since else self.delta
-
-    def _limit(self) -> None:
-        assert self._stepper is not None
-        limited = [g for g in self._stepper.param_groups if any(g.get(key) is not None for key in LIMITS)]
-        if not limited:
-            return
-        rows = {id(parameter): row for parameter, row in zip(self._parameters, self._rows, strict=True)}
-        for group in limited:
-            for parameter in group["params"]:
-                if group.get(CLAMP) is not None:
-                    parameter.data.clamp_(*group[CLAMP])
-                if group.get(MAX_NORM) is not None:
-                    parameter.data.view(-1, rows[id(parameter)]).renorm_(2, 0, group[MAX_NORM])
 
     def state(self) -> Iterator[Stored]:
         """The optimizer's state. The tensors are live: the next `apply` changes them."""

@@ -109,7 +109,7 @@ class ModelDescription:
         names = [*parameters, *buffers]
         said = _named({"averaged": averaged, "broadcast": broadcast, "own": own, "summed": summed}, names)
         _check_normalisation(model)
-        _check_embeddings(model, {*parameters} - said.keys(), stepped_here=not tables)
+        _check_embeddings(model, {*parameters} - said.keys())
         if base not in (None, "external"):
             raise InvalidModel(f"base is {base!r}; expected 'external', or None: the job keeps all tensors")
         trained = {id(p) for p in parameters.values() if id(p) in group_of and p.requires_grad}
@@ -302,17 +302,15 @@ def _check_normalisation(model: torch.nn.Module) -> None:
             )
 
 
-def _check_embeddings(model: torch.nn.Module, names: Collection[str], *, stepped_here: bool) -> None:
+def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:
     """Raise InvalidModel if `forward` would change a parameter with one of these names."""
     for name, module in model.named_modules():
         weight = uncompiled(f"{name}.weight" if name else "weight")
         embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if embedding and module.max_norm is not None and weight in names:
-            advice = "limit its rows in the script, after optimizer.step()"
-            if not stepped_here:
-                advice = f'give its weight a parameter group of its own, with "{MAX_NORM}": {module.max_norm}'
             raise InvalidModel(
                 f"{name or type(model).__name__} is a {type(module).__name__} with max_norm, whose forward "
                 "changes its weight, but only the optimizer changes parameters. Make it without max_norm, "
-                f"and {advice}"
+                f'and give its weight a parameter group of its own, with "{MAX_NORM}": {module.max_norm}. In '
+                "mode local, limit its rows in the script instead, after optimizer.step()"
             )

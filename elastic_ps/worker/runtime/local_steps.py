@@ -38,7 +38,7 @@ def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: i
     Raises:
         InvalidModel: a parameter group has limits, which the parameter server would keep only at exchanges.
     """
-    refuse_limits(inner, "in mode local")
+    _refuse_limits(inner)
     groups = [{"params": list(group["params"])} for group in inner.param_groups]
     if rule.delayed:
         return DelayedNesterov(groups, lr=rule.learning_rate, momentum=rule.momentum, every=workers)
@@ -46,19 +46,15 @@ def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: i
     return torch.optim.SGD(groups, lr=rule.learning_rate, momentum=rule.momentum, nesterov=nesterov)
 
 
-def refuse_limits(optimizer: torch.optim.Optimizer, where: str) -> None:
-    """Raise InvalidModel if a parameter group has limits, which torch's optimizers do not keep.
-
-    Args:
-        where: the script's own optimizer makes the steps, in words.
-    """
+def _refuse_limits(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InvalidModel if a parameter group has limits, which torch's optimizers do not keep."""
     for index, group in enumerate(optimizer.param_groups):
         for key in (*LIMITS, KEEP_ZEROS):
             if group.get(key) is not None:
                 raise InvalidModel(
-                    f"param_groups[{index}] has {key}={group[key]!r}, but {where} the script's own optimizer "
-                    "makes the steps, and torch optimizers have no such limits. Leave it out, and bring the "
-                    "values within the limits in the script, after optimizer.step()"
+                    f"param_groups[{index}] has {key}={group[key]!r}, but in mode local the script's own "
+                    "optimizer makes the steps, and torch optimizers have no such limits. Leave it out, and "
+                    "bring the values within the limits in the script, after optimizer.step()"
                 )
 
 

@@ -21,6 +21,7 @@ import torch
 
 from elastic_ps.codec import checksum
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
+from elastic_ps.codec.limits import limited
 from elastic_ps.codec.reductions import REDUCTIONS
 from elastic_ps.collectives.groups import Broken, Group, Store
 from elastic_ps.core.all_reduce import Barrier
@@ -83,6 +84,8 @@ class AllReduce(Strategy):
         self._optimizer, self._make_step = optimizer, make_step
         self._store, self._trace, self._history = store, client.trace, client.history
         self._sums = _Reducer(flat)
+        specs = zip(flat.tensors, flat.layout.tensors, strict=True)
+        self._trained = {id(tensor) for tensor, spec in specs if spec.rule is Rule.GRADIENT}
         self._present: dict[int, Sequence[bool]] = {}
         self._attempt = 0
         self._replica_of: tuple[int, int] | None = None  # the term and version of which this replica is
@@ -346,7 +349,13 @@ class AllReduce(Strategy):
         self._replica_of = self._overlap = None
         self._adding = False
         self._sums.publish(settings.max_grad_norm)
-        self._make_step()
+        with limited(
+            [
+                {**group, "params": [each for each in group["params"] if id(each) in self._trained]}
+                for group in self._optimizer.param_groups
+            ]
+        ):
+            self._make_step()
         self.under_way, self.version = None, step.version + 1
         if self._group is not None:
             self._group = self._group._replace(made=self.version)
