@@ -103,7 +103,7 @@ class RefusalCode(enum.IntEnum):
     STALE_TERM = 1
     """The message belongs to another start of the parameter server."""
     STALE_INCARNATION = 2
-    """The worker was declared gone, or a newer process with its index has joined."""
+    """The worker was declared gone or replaced. From a shard also: it takes no part in the open round."""
     STALE_ATTEMPT = 3
     """The round has started again since this gradient was queued; push it again."""
     WRONG_VERSION = 4

@@ -42,8 +42,8 @@ class AsyncRounds(BoundedRounds):
         self.reading.discard(worker)
         return super().lose(worker)
 
-    def hand_out(self, worker: int) -> None:
-        super().hand_out(worker)
+    def tell_version(self, worker: int) -> None:
+        super().tell_version(worker)
         if self.consistent:
             self.reading.add(worker)
 

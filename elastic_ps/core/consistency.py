@@ -316,7 +316,7 @@ class SyncRounds:
         )
         raise Refused(RefusalCode.INVALID, reason)
 
-    def hand_out(self, worker: int) -> None:
+    def tell_version(self, worker: int) -> None:
         """Note that `worker` is told the open round's version, to pull it and compute on it."""
         self.computes_on(worker, self.version)
 

@@ -30,7 +30,7 @@ def after(
         return settings  # no step is made, so schedules do not advance
     sent = wanted(settings, contributions, members, may_be_stale=may_be_stale)
     made = Made(len({c.worker for c in contributions}), sum(c.samples for c in contributions))
-    position = _position(settings.position.version + 1, contributions, ledger)
+    position = _position(settings.position.steps + 1, contributions, ledger)
     return (read_settings(sent) if sent else settings).of_version(position, made, settings)
 
 
@@ -82,17 +82,17 @@ def _heeds(sent: str, in_force: Settings) -> int:
     return read_settings(sent).heeds if '"heeds"' in sent else in_force.heeds
 
 
-def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, version: int) -> Settings:
+def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, steps: int) -> Settings:
     """The settings in force. A stale step may have another learning rate and momentum.
 
     So may an exchange; see `Consistency.scale` and `Consistency.warms_momentum`.
 
     Args:
         stalest: the staleness of the stalest step.
-        version: the version that the round continues from.
+        steps: the optimizer steps of the version that the round continues from.
     """
     if (divisor := scales.divisor(consistency.scale, stalest)) != 1:
         settings = settings.slowed(divisor)
     if consistency.scale == "damped" and stalest:
         settings = settings.with_momentum(lambda momentum, _: damping.when_stale(momentum, stalest))
-    return damping.warmed(settings, consistency, version)
+    return damping.warmed(settings, consistency, steps)

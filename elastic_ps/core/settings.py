@@ -74,7 +74,7 @@ create their state in the first step, so a later value lacks it. RMSprop is reco
 class Position(NamedTuple):
     """The position of training at a version, by which learning-rate schedules advance."""
 
-    version: int = 0
+    steps: int = 0
     """The number of optimizer steps: the version, minus versions from assigned values."""
     samples: int = 0
     """The number of records that are trained or skipped, in all epochs together."""
@@ -232,7 +232,7 @@ class Settings:
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same type as "
                         f"{value!r}"
                     )
-        if self.position.version:
+        if self.position.steps:
             self.check_state(later)
         check_one_limit(later.groups)
 

@@ -47,13 +47,13 @@ class Batches:
         hand: what the script does with the last one.
         grouped: the script loads several batches before it computes on them. None before any backward().
         ended: the loop has ended, and the script may still compute on those that it has loaded.
-        stale: the script was handed batches that others have now. It may compute on them together with those
-            that it loads next, until it makes a step.
+        mixes_lost: the script was handed batches that others have now. It may compute on them together with
+            those that it loads next, until it makes a step.
         left_out: the last batch of a part of a version had no step in time, and no backward() has run since.
     """
 
     def __init__(self) -> None:
-        self.hand, self.stale, self.ended, self.left_out = Hand.EMPTY, False, False, False
+        self.hand, self.mixes_lost, self.ended, self.left_out = Hand.EMPTY, False, False, False
         self.grouped: bool | None = None
         self._repeats = False  # the script has run several backward() for a batch
         self._open: list[_Batch] = []  # that no backward() has run for
@@ -70,7 +70,7 @@ class Batches:
     @property
     def ends_group(self) -> bool:
         """Whether the next backward() is for the last batch that the script was handed."""
-        return (self.ended and len(self._open) == 1) or self.stale
+        return (self.ended and len(self._open) == 1) or self.mixes_lost
 
     def end_loop(self, *, of_epoch: bool) -> None:
         """The loop has ended. Note whether the script may still compute on what it has loaded.
@@ -196,8 +196,11 @@ class Batches:
         repeated = self._repeats and self._computed and not (self._new or self.grouped)
         return bool(self._open) and not repeated
 
-    def under_way(self, *, begins: bool) -> int:
-        """How many records the batch of a backward() has that `begins`, or has begun; 0 if there is none."""
+    def records_of_backward(self, *, begins: bool) -> int:
+        """How many records the batch of the present backward() has; 0 without one.
+
+        `begins`: it is the first backward() of its batch.
+        """
         if begins and self._begins:
             return self._open[-1 if self._new else 0].sizes[0]
         return self._computed[-1].sizes[0] if self._computed else 0
@@ -249,7 +252,7 @@ class Batches:
 
     def skip(self) -> int:
         """Skip all batches in hand; returns how many records they have."""
-        self.stale = False
+        self.mixes_lost = False
         return self.skip_computed() + self.decide()
 
     def leave_out(self, ranges: Iterable[Range]) -> None:
@@ -284,7 +287,7 @@ class Batches:
 
     def forget(self, *, lost: bool = False) -> None:
         """Forget all batches, which go to others; `lost`: the script has not asked for that."""
-        self.stale |= lost and bool(self._open)
+        self.mixes_lost |= lost and bool(self._open)
         self._open, self._computed, self._skipped, self._kept, self._new = [], [], [], [], 0
         self.note(HandEvent.LOSE if lost else HandEvent.FORGET)
 

@@ -87,7 +87,7 @@ class EpochLoader:
     def within(self) -> bool:
         """Whether the script is in a loop, or in the step with the last batches of one."""
         batches = self._loader.batches
-        return self.looping or (self._owes and (bool(batches.computed) or batches.stale))
+        return self.looping or (self._owes and (bool(batches.computed) or batches.mixes_lost))
 
     @property
     def entered(self) -> bool:
@@ -150,7 +150,7 @@ class EpochLoader:
                 )
                 self._untrained = self._loader.untrained()
                 yield from map(self._place, islice(self._untrained, 1))
-                if self._loader.batches.stale and not (yield from self._pause(mine)):
+                if self._loader.batches.mixes_lost and not (yield from self._pause(mine)):
                     return
                 self._untrained.close()
                 self._ended()

@@ -258,7 +258,7 @@ def service_of(
     steps = StepCalls(shard_zero) if shard_zero is not None else None
     parts = [ShardService(callers, node, steps), steps, *beside, TableCalls(lambda: node.shard.tables)]
     if shard_zero is not None:
-        parts.append(MemberCalls(callers, shard_zero, lambda: node.shard))
+        parts.append(MemberCalls(callers, shard_zero))
         if shard_zero.evaluation_queue is not None:
             parts.append(EvaluatorCalls(shard_zero))
     return Service(

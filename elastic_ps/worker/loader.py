@@ -125,7 +125,7 @@ class ElasticLoader:
         self._issued: deque[list[Range]] = deque()  # what torch's DataLoader was told to fetch, and has not
         self._fetching: DataLoader[Any] | None = None
         self._only: int | None = None  # the epoch that is asked for; None: any
-        self._least = 0  # the first epoch that no loop was left by a break in
+        self._first_epoch = 0  # the first epoch that no loop was left by a break in
         self._warned = False
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class ElasticLoader:
         loop, only = self._runtime.records.loop, self._only
         if only is None or loop is Loop.RUNS:
             return None
-        return only if loop.is_over or self._least > only else only - 1
+        return only if loop.is_over or self._first_epoch > only else only - 1
 
     @property
     def evaluates(self) -> bool:
@@ -163,23 +163,23 @@ class ElasticLoader:
         if records.over:
             raise UsageError(_OVER)
         self._void_left()
-        self._only, self._least = _NO_EPOCH, 0
+        self._only, self._first_epoch = _NO_EPOCH, 0
         try:
             while (epoch := self._next_epoch(self._only)) is not None:
                 self.epoch = self._only = epoch
                 yield epoch
         finally:
-            self._only, records.loop_over = None, self
+            self._only, records.loader = None, self
             records.note(LoopEvent.LEAVE_EPOCHS)
             self._leave(for_good=True)
 
     def _next_epoch(self, last: int) -> int | None:
         """The epoch to yield after the `last` one; None after all of them. Blocks."""
         runtime, records = self._runtime, self._runtime.records
-        if self._least == self._data_set.epochs and not runtime.stopped:
+        if self._first_epoch == self._data_set.epochs and not runtime.stopped:
             return None
         some = self._await_some()
-        epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._data_set.epochs
+        epoch = max(self._supply.in_hand[0].epoch, self._first_epoch) if some else self._data_set.epochs
         for each in range(last + 1, 0 if last == _NO_EPOCH or runtime.stopped else epoch):
             if records.is_chief_of(each, passes=True) or self.evaluates:
                 records.note(LoopEvent.PASS)
@@ -216,7 +216,7 @@ class ElasticLoader:
             self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
         records.leave_if_asked()  # several processes meet: one may have changed the values that they share
         records.note(LoopEvent.BEGIN)
-        records.loop_over, end = self, LoopEvent.LEAVE
+        records.loader, end = self, LoopEvent.LEAVE
         try:
             end = yield from self._batches(self._fetching)
         except BaseException as error:
@@ -226,7 +226,7 @@ class ElasticLoader:
                 raise
             runtime.batches.drop()
             if self._only is not None:
-                self._least = self._only + 1
+                self._first_epoch = self._only + 1
                 self._leave(for_good=False)
             raise
         finally:
@@ -285,11 +285,11 @@ class ElasticLoader:
         for batch in DataLoader(self._source.readable, batch_sampler=sampler, collate_fn=collate):
             runtime.gradients.void()
             batches.note(HandEvent.HAND_OUT_LOST)
-            runtime.untrained = batches.stale = True
+            runtime.untrained = batches.mixes_lost = True
             try:
                 yield batch
             finally:
-                runtime.untrained = batches.stale = False
+                runtime.untrained = batches.mixes_lost = False
                 batches.note(HandEvent.LAY_DOWN)
                 batches.note(HandEvent.FORGET)
                 runtime.gradients.void()
@@ -304,7 +304,7 @@ class ElasticLoader:
         So after Ctrl-C in a notebook. The records go to others, or come again.
         """
         if self._runtime.batches.computed and self._runtime.records.loop is Loop.BEFORE:
-            self._runtime.leave_step()
+            self._runtime.give_up_step()
             self._runtime.gradients.void()
 
     @property
@@ -434,14 +434,14 @@ class ElasticLoader:
         if runtime.closed:
             return None
         if epoch is None or runtime.stopped:
-            self._warn_if(records.loop is Loop.RUNS and records.loop_over is self and not runtime.stopped)
+            self._warn_if(records.loop is Loop.RUNS and records.loader is self and not runtime.stopped)
             self._await_end()
             return None
         if epoch < self._data_set.epochs - 1:
             return records.is_chief_of(epoch)
         if records.over:
             return None
-        self._warn_if(not records.loop.is_over and self._least <= epoch)
+        self._warn_if(not records.loop.is_over and self._first_epoch <= epoch)
         return False if not records.loop.is_over or runtime.batches.computed or self._await_some() else None
 
     def _warn_if(self, early: bool) -> None:
@@ -455,7 +455,7 @@ class ElasticLoader:
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
         runtime, records = self._runtime, self._runtime.records
-        unfinished = records.loop_over is self and records.loop in (Loop.UNFINISHED, Loop.OWES)
+        unfinished = records.loader is self and records.loop in (Loop.UNFINISHED, Loop.OWES)
         if records.over or not (runtime.stopped or (unfinished and not runtime.batches.computed)):
             return
         if unfinished:

@@ -229,7 +229,7 @@ class ElasticOptimizer(_Wrapping):
             with torch.enable_grad():
                 loss = closure()
         if self._runtime.batches.lost:
-            self._runtime.batches.stale = False
+            self._runtime.batches.mixes_lost = False
             self._gradients.drop_rows()
             logger.info("no step is made with this batch: others get its records, or training was stopped")
             return loss
@@ -313,17 +313,17 @@ class ElasticOptimizer(_Wrapping):
                 "maxStalenessP99 or deterministic"
             )
         self._gradients.own()
-        self._flat.take_values()
+        self._flat.put_values()
         base = strategy.version
         takes_part: bool | None = None
         while takes_part is None:
             base = min(base, strategy.version)
-            with runtime.known():
+            with runtime.rejoining():
                 takes_part = _assign_since(runtime, strategy, base)
         if strategy.version != base + 1:
             runtime.schedule.take_over(runtime.in_force)
         if runtime.records.computing and not takes_part:
-            runtime.drop_step()
+            runtime.drop_all()
 
     def skip(self) -> None:
         """Make no step with the batches in hand, for example because the loss is not finite.
@@ -341,7 +341,7 @@ class ElasticOptimizer(_Wrapping):
         """Like `zero_grad`, of the wrapped optimizer, or of one of several."""
         self._gradients.drop_rows()  # also of gradients that a step has failed with
         if not self._runtime.working.in_step:  # it makes no step with what it has computed
-            self._runtime.note_skipped(self._runtime.batches.reopen())
+            self._runtime.log_skipped(self._runtime.batches.reopen())
         if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
             wrapped.zero_grad(set_to_none)
             self._gradients.note_by_hand()
@@ -369,7 +369,7 @@ class ElasticOptimizer(_Wrapping):
         elif self._runtime.world.leads:
             client, state = self._runtime.client, {}
             while not state:
-                with self._runtime.known():
+                with self._runtime.rejoining():
                     entries = (
                         each for shard in range(client.shards) for each in client.optimizer_state(shard)
                     )

@@ -166,7 +166,7 @@ class Session:
             if (chief := loader.is_chief()) is not None:
                 return chief and self.processes.leads
         records = self._runtime.records
-        if self.open and records.loop_over is None and not (records.over or self.stopped):
+        if self.open and records.loader is None and not (records.over or self.stopped):
             raise UsageError(TOO_EARLY)
         return records.chief and self.processes.leads
 

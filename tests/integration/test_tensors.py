@@ -561,7 +561,7 @@ def test_a_tensor_outlives_terms_of_the_model(tmp_path: Any) -> None:
         session.server.init("w", torch.ones(3))
         term = job.status().term
         with job.coordinator.job.lock:
-            job.coordinator.job.turn(CourseEvent.ROLL_BACK)
+            job.coordinator.job.note_course(CourseEvent.ROLL_BACK)
         job.until(lambda: job.status().term > term, "the job goes back")
         session.server.push("w", torch.ones(3)).wait()
         assert session.server.pull("w").tolist() == [2.0] * 3

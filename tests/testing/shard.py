@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from elastic_ps.api.consistency import Consistency
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
@@ -118,8 +119,9 @@ class Rig:
         self.layout = layout
         self.shard = Shard(
             index,
-            Configuration(layout, optimizer, settings, TERM, None),
-            consistency=consistency,
+            Configuration(
+                layout, optimizer, settings, TERM, None, mutable=MutableFields(consistency=consistency)
+            ),
             trace=Trace(None, ""),
             codecs=codecs,
             optimizers=optimizers,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import script_state
@@ -23,7 +22,6 @@ from elastic_ps.server.calls.service import Callers, refuse_to_end, require_perm
 from elastic_ps.server.calls.shard_zero import ShardZero
 from elastic_ps.server.job.state import JobState
 from elastic_ps.server.orders import Model
-from elastic_ps.server.shards.shard import Shard
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
@@ -37,15 +35,11 @@ PROBE = 4 * 1024 * 1024
 
 
 class MemberCalls:
-    """Answers for a `Service`. All methods may be called from any thread and may block.
+    """Answers for a `Service`. All methods may be called from any thread and may block."""
 
-    Args:
-        shard: returns this process's shard. It raises Refused (NOT_READY) before the shard has a model.
-    """
-
-    def __init__(self, callers: Callers, shard_zero: ShardZero, shard: Callable[[], Shard]) -> None:
+    def __init__(self, callers: Callers, shard_zero: ShardZero) -> None:
         self._callers, self._job, self._commit = callers, shard_zero.job, shard_zero.commit
-        self._checkpoints, self._history, self._shard = shard_zero.checkpoints, shard_zero.history, shard
+        self._checkpoints, self._history = shard_zero.checkpoints, shard_zero.history
         self._turn, self._join_header = Turn(), 0
         self._joining: dict[int, str] = {}  # the process that was the last to ask, by worker
         self._waste = bytearray()  # all Probes write their bodies here, also at the same time
@@ -185,7 +179,7 @@ class MemberCalls:
                 WRONG_VERSION; another version was made meanwhile.
         """
         if request.HasField("version"):
-            self._shard().require_values(request.version)
+            self._callers.node.shard.require_values(request.version)
             self._take_version(request)
         else:
             self._take_first(request.caller, repeatable=request.repeatable)

@@ -114,7 +114,6 @@ class Node:
         shard = Shard(
             self.index,
             configuration,
-            consistency=configuration.mutable.consistency,
             trace=self._trace,
             codecs=codecs,
             optimizers=self._optimizers,

@@ -71,7 +71,7 @@ class ShardService:
             added = False  # its answer was lost, and the version is made
         else:
             if steps is not None:
-                added = steps.finished(request.finish, caller) or added
+                added = steps.end_step(request.finish, caller) or added
         if request.HasField("pull"):
             return self._pulled(request.pull, caller)
         return pb.Done(duplicate=not added)

@@ -58,7 +58,7 @@ class ShardZero:
     def close(self, *, keep: bool) -> None:
         """Stop committing and end the threads. With `keep`, first write a last checkpoint. Blocks."""
         with self.job.lock:
-            self.job.turn(CourseEvent.CLOSE)
+            self.job.note_course(CourseEvent.CLOSE)
             self.job.ticking.notify_all()
         self._ticker.join()
         if keep and self.checkpoints.writes and self.commit.finish_round():

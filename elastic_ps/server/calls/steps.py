@@ -76,7 +76,7 @@ class StepCalls:
                 state.chiefs.loops[worker] = request.epoch
             if not request.wait:
                 taken = state.take(worker, incarnation, request.batch)
-                return self._taken(state, incarnation, taken, finished=state.finished)
+                return self._taken(state, incarnation, taken)
             if new:
                 self._skip(state, member, ranges_from_message(request.skipped))
                 self._withdraw(state, member, request.abandoned)
@@ -87,7 +87,7 @@ class StepCalls:
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
             unsent = self.job.unsent
-            held = self._hold(state, member, request.batch)
+            held = self._grant(state, member, request.batch)
             if request.early and not held:
                 state.chiefs.early.add(worker)
             else:
@@ -103,12 +103,12 @@ class StepCalls:
                 self.job.changed.notify_all()
                 return self._taken(state, incarnation, finished=True, version=state.version, chief=chief)
             if held and state.rounds.takes_part(worker) and not self.job.behind:
-                state.rounds.hand_out(worker)
+                state.rounds.tell_version(worker)
                 if request.early and not request.HasField("epoch"):
                     # Its script loops over epochs, and begins with this one.
                     state.chiefs.loops[worker] = held[0].epoch
                 return self._taken(state, incarnation, held, version=state.version)
-            # Send changes to the shards at once: the ticker would be later.
+            # `_grant` has changed who takes part. Tell the shards at once: the ticker would be later.
             return Look.AGAIN if self.job.unsent and not unsent else None
 
         answer = self.job.poll(decide, self._drive_and_keep)
@@ -158,7 +158,7 @@ class StepCalls:
         state.starved.add(member.worker)
         self.job.note_change()
 
-    def _hold(self, state: JobState, member: Member, batch: int) -> list[Range]:
+    def _grant(self, state: JobState, member: Member, batch: int) -> list[Range]:
         """Give records to a worker that waits for some, and admit it. The lock is held."""
         worker, incarnation = member.worker, member.incarnation
         if state.stopped:
@@ -282,9 +282,9 @@ class StepCalls:
     @answers(calls.FINISH)
     def finish(self, request: pb.FinishRequest, _: Incoming) -> pb.Done:
         """See `finished`."""
-        return pb.Done(duplicate=not self.finished(request, request.caller))
+        return pb.Done(duplicate=not self.end_step(request, request.caller))
 
-    def finished(self, request: pb.FinishRequest, caller: pb.Caller) -> bool:
+    def end_step(self, request: pb.FinishRequest, caller: pb.Caller) -> bool:
         """Note that a step is complete on all shards. A Push or a Meet of `caller` may carry this call.
 
         The call that completes a round commits it, and returns when the shards have applied it. Returns False
@@ -348,7 +348,7 @@ class StepCalls:
             return self._part(request)
         if request.HasField("finish"):
             try:
-                self.finished(request.finish, request.caller)
+                self.end_step(request.finish, request.caller)
             except Refused as refusal:
                 if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer names the open round
                     raise
@@ -366,7 +366,7 @@ class StepCalls:
             if request.broken and not rounds.decided:
                 text = "worker %d reports that the group of version %d, attempt %d, has lost the connection"
                 logger.info(text, worker, version, attempt)
-                state.begin_again()
+                state.restart_open_round()
                 self.job.note_change()
                 return Look.AGAIN
             if barrier is None:
@@ -382,7 +382,7 @@ class StepCalls:
                 return None
             if barrier is Barrier.GRADIENTS or rounds.source is not None or state.values_are_here:
                 return _met(state, worker, barrier)
-            self.job.turn(CourseEvent.ROLL_BACK)  # no worker of the group has the version
+            self.job.note_course(CourseEvent.ROLL_BACK)  # no worker of the group has the version
             return Look.AGAIN
 
         return self.job.poll(decide, self._commit.drive)

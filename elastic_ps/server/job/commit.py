@@ -97,7 +97,7 @@ class CommitCoordinator:
         self._prepared: tuple[Advance, Model] | None = None  # the last order that all standbys can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._decided = 0, 0, 0.0  # the term and version that were decided last, and when they were at first
-        self._looked = 0.0  # when the order under way was decided, before the look at the fence
+        self._decided_at = 0.0  # when the order under way was decided, before the look at the fence
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
         self._unmade = 0, ""  # the version whose step raised an error, and that error
         self._over = False  # no more orders are sent
@@ -167,7 +167,7 @@ class CommitCoordinator:
                     return False
                 if not state.rounds.decided:
                     return True
-            if not self._commit_or_tell(closing=True):
+            if not self._give_one_order(closing=True):
                 time.sleep(RETRY.total_seconds())
 
     def _release(self) -> None:
@@ -289,10 +289,10 @@ class CommitCoordinator:
 
     def drive(self) -> None:
         """Give the shards the orders that are due, unless another thread does it."""
-        while self._commit_or_tell():
+        while self._give_one_order():
             pass
 
-    def _commit_or_tell(self, *, closing: bool = False) -> bool:
+    def _give_one_order(self, *, closing: bool = False) -> bool:
         """Give the shards one order, if one is due and no other thread does it.
 
         Args:
@@ -308,13 +308,13 @@ class CommitCoordinator:
             if not closing and time.monotonic() < self._not_before:
                 return False
             if job.state.orphaned and not job.state.rounds.committing:
-                job.turn(CourseEvent.ROLL_BACK)
+                job.note_course(CourseEvent.ROLL_BACK)
             rolling_back, paused = job.rolling_back, job.course is Course.PAUSED
             contributions = job.state.begin_commit() if job.state.ready and not paused else []
             if not (rolling_back or contributions or job.behind):
                 return False
             job.note_order(OrderEvent.SEND)
-            advance = self._commit(contributions) if contributions else self._current()
+            advance = self._order_to_apply(contributions) if contributions else self._current()
         try:
             done = self._roll_back() if rolling_back else self._tell(advance, contributions, model)
             if done:
@@ -353,7 +353,7 @@ class CommitCoordinator:
             return False
         with job.lock:
             if contributions:
-                job.state.book(contributions, job.clock(), decided=self._looked)
+                job.state.book(contributions, job.clock(), decided=self._decided_at)
                 if job.state.expected != advance.expected:
                     job.note_order(OrderEvent.CHANGE)
             booked = job.state.last_round
@@ -368,15 +368,15 @@ class CommitCoordinator:
         state = self.job.state
         return Advance(state.version, state.rounds.attempt, state.expected, term=state.term)
 
-    def _commit(self, contributions: Sequence[Contribution]) -> Advance:
+    def _order_to_apply(self, contributions: Sequence[Contribution]) -> Advance:
         """The order to apply a round. The lock is held."""
         job = self.job
         state, rounds = job.state, job.state.rounds
         state.decide_settings(contributions)
         version = rounds.version + 1
-        self._looked = time.monotonic()
+        self._decided_at = time.monotonic()
         if self._decided[:2] != (state.term, version):  # else the same order is made again
-            self._decided = state.term, version, self._looked
+            self._decided = state.term, version, self._decided_at
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -395,7 +395,7 @@ class CommitCoordinator:
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
-        return replace(order, state=json.dumps(foreseen(state, contributions, decided=self._looked)))
+        return replace(order, state=json.dumps(foreseen(state, contributions, decided=self._decided_at)))
 
     def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
         """Handle a shard that was not reached, or refused. In the first case the ticker repeats the order.
@@ -423,7 +423,7 @@ class CommitCoordinator:
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 job.state.restart_round()
             elif refused is not None and job.state.model is model:
-                job.turn(CourseEvent.ROLL_BACK)
+                job.note_course(CourseEvent.ROLL_BACK)
 
     def _roll_back(self) -> bool:
         """Set all shards back to the newest checkpoint, in a new term; see `Course.ROLLING_BACK`."""
@@ -446,7 +446,7 @@ class CommitCoordinator:
             )
             return False
         with job.lock:
-            job.turn(CourseEvent.RESTORE)
+            job.note_course(CourseEvent.RESTORE)
             job.note_change()
         return True
 

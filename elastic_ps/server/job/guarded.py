@@ -73,7 +73,7 @@ class Guarded:
         self.grace_until: float | None = None
         self.course, self.order = Course.RUNNING, OrderState.SENT
 
-    def turn(self, event: CourseEvent) -> None:
+    def note_course(self, event: CourseEvent) -> None:
         """Change the course, and notify waiting threads. The lock is held. Raises ImpossibleTransition."""
         self.course = COURSES.after(self.course, event)
         self.changed.notify_all()
@@ -203,7 +203,7 @@ class Guarded:
         if state.drop(worker, outcome, reason, self.clock()) is None:
             return
         if state.model is None:  # there is no need to go back to a checkpoint
-            self.turn(CourseEvent.RESTORE)
+            self.note_course(CourseEvent.RESTORE)
         why = f": {reason}" if reason else ""
         gone = {"lost": "was lost", "hung": "was declared hung"}.get(outcome, outcome)
         logger.info("worker %d %s at version %d%s", worker, gone, state.version, why)

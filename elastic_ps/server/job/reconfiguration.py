@@ -82,15 +82,15 @@ class Reconfiguration:
                 return
             if state.finished or not self._may_begin(state):
                 return
-            job.turn(CourseEvent.PAUSE)
+            job.note_course(CourseEvent.PAUSE)
             state.mutable = wanted.model_copy(update={"since": state.version})
         kept = self._checkpoints.write(amend=True)
         with job.lock:
-            job.turn(CourseEvent.RESUME)
+            job.note_course(CourseEvent.RESUME)
             if job.state is not state:
                 return  # the job has gone back meanwhile, and may have made versions since
             if kept:
-                job.turn(CourseEvent.ROLL_BACK)
+                job.note_course(CourseEvent.ROLL_BACK)
             else:
                 state.mutable = before
                 self._not_before = state.term, job.clock() + PAUSE.total_seconds()

@@ -486,12 +486,12 @@ class JobState:
     def give_back(self, incarnation: int) -> None:
         """Give a worker's records to others, except those of its finished steps."""
         if self.ledger is not None:
-            self.ledger.give_back(incarnation, keep=self._finished_by(incarnation))
+            self.ledger.give_back(incarnation, keep=self._records_of_steps(incarnation))
 
     def to_compute_on(self, incarnation: int) -> list[Range]:
         """The records that a worker holds, except those of its finished steps."""
         assert self.ledger is not None
-        return self.ledger.held(incarnation, besides=self._finished_by(incarnation))
+        return self.ledger.held(incarnation, besides=self._records_of_steps(incarnation))
 
     def check_records(self, step: Contribution) -> None:
         """Raise LedgerError unless a worker holds its step's records, each once, for this step alone.
@@ -510,14 +510,14 @@ class JobState:
         if self.ledger is None:
             return
         before = self.rounds.done.get(step.worker)  # the same step, if its round was restarted
-        others = [c for c in self._finished(step.incarnation) if c != step and c is not before]
+        others = [c for c in self._steps_of(step.incarnation) if c != step and c is not before]
         self.ledger.check(step.incarnation, [r for c in (step, *others) for r in c.ranges])
 
-    def _finished(self, incarnation: int) -> list[Contribution]:
+    def _steps_of(self, incarnation: int) -> list[Contribution]:
         return [c for c in self.rounds.contributions if c.incarnation == incarnation]
 
-    def _finished_by(self, incarnation: int) -> list[Range]:
-        return [r for c in self._finished(incarnation) for r in c.ranges]
+    def _records_of_steps(self, incarnation: int) -> list[Range]:
+        return [r for c in self._steps_of(incarnation) for r in c.ranges]
 
     def _give_back_steps(self, void: Iterable[Contribution]) -> None:
         """Give the records of these steps, which are in no version, to others."""
@@ -525,7 +525,7 @@ class JobState:
             if self.ledger is not None:
                 self.ledger.give_back_some(c.incarnation, c.ranges)
 
-    def begin_again(self) -> None:
+    def restart_open_round(self) -> None:
         """Restart the open round, which must not be decided."""
         self._give_back_steps(self.rounds.restart())
 
@@ -554,8 +554,8 @@ class JobState:
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings for the optimizer's step with these contributions; see `schedules.to_step_with`."""
-        stalest, version = self._stalest(contributions), self.settings_of_version.position.version
-        return schedules.to_step_with(self.settings, self.consistency, stalest=stalest, version=version)
+        stalest, steps = self._stalest(contributions), self.settings_of_version.position.steps
+        return schedules.to_step_with(self.settings, self.consistency, stalest=stalest, steps=steps)
 
     def divisor_with(self, contributions: Sequence[Contribution]) -> float:
         """By what the staleness of these contributions divides learning rates."""

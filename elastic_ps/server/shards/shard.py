@@ -24,7 +24,6 @@ from functools import cached_property
 import torch
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
@@ -56,9 +55,8 @@ class Shard:
 
     Args:
         index: of this shard.
-        model: the layout, the optimizer and the first settings. If it `follows`, the shard is a standby: it
-            gets its state bucket by bucket with `take_state`, and steps the buckets that it has.
-        consistency: the job's. With `deterministic`, contributions are added in the order of worker index.
+        configuration: of the job in this term. If it `follows`, the shard is a standby: it gets its state
+            bucket by bucket with `take_state`, and steps the buckets that it has.
         codecs: the job's. They choose the buckets of which deltas are sent.
         optimizers: the optimizers that the job may use; torch's if it is None.
         draft_bytes: the size of a second copy for drafts, at most. If the copy would be larger, no drafts are
@@ -72,24 +70,24 @@ class Shard:
     def __init__(
         self,
         index: int,
-        model: Configuration,
+        configuration: Configuration,
         *,
-        consistency: Consistency,
         trace: Trace,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
         draft_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self.index, self._limits, self.optimizer = index, limits, model.optimizer
-        self.layout = layout = model.layout
+        self.index, self._limits, self.optimizer = index, limits, configuration.optimizer
+        self.layout, consistency = configuration.layout, configuration.mutable.consistency
+        layout = self.layout
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
-        self.tables = (FollowingTables if model.follows else ShardTables)(index, layout.shards)
+        self.tables = (FollowingTables if configuration.follows else ShardTables)(index, layout.shards)
         self._advancing = threading.RLock()
-        self._log = PushLog(term=model.term, several=consistency.several_steps)
-        self._consistency, self._trace, self._model = consistency, trace, model
+        self._log = PushLog(term=configuration.term, several=consistency.several_steps)
+        self._consistency, self._trace, self._configuration = consistency, trace, configuration
         self._receiving: set[tuple[int, int]] = set()
         self._round = OpenRound(self._log, self._make_buckets(layout.of_shard(index)), limits)
         self._lock, self._buckets = self._round.lock, self._round.buckets
@@ -100,13 +98,14 @@ class Shard:
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
-        self._copied = Catching(set(self._buckets) if model.follows else set(), anywhere=model.follows)
+        follows = configuration.follows
+        self._copied = Catching(set(self._buckets) if follows else set(), anywhere=follows)
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
         self._buffers = Buffers(largest)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # those that a thread may still read
 
     def _make_buckets(self, buckets: Sequence[Bucket]) -> dict[int, BucketValues]:
-        groups = self._model.settings.groups
+        groups = self._configuration.settings.groups
         kinds = self._optimizers.classes_of(self.optimizer, len(groups))
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
         made: dict[int, BucketValues] = {}
@@ -127,7 +126,7 @@ class Shard:
 
     @property
     def _copy_bytes(self) -> int:
-        settings = self._model.settings
+        settings = self._configuration.settings
         kinds = self._optimizers.classes_of(self.optimizer, len(settings.groups))
         dense = [values for values in self._buckets.values() if values.may_be_drafted]
         return bytes_of(dense, kinds, settings.groups, self.layout.tensors)
@@ -138,7 +137,7 @@ class Shard:
 
         The state includes the float32 values that the optimizer steps if these have half precision.
         """
-        layout, groups, state = self.layout, self._model.settings.groups, 0
+        layout, groups, state = self.layout, self._configuration.settings.groups, 0
         kinds = self._optimizers.classes_of(self.optimizer, len(groups))
         with suppress(TypeError, ValueError, RuntimeError):
             state = state_bytes(layout.buckets, kinds, groups, layout.tensors)

@@ -27,7 +27,7 @@ class Flat:
     """The flat memory of a model: `values` that are pulled and `contributions` that are pushed.
 
     Attributes:
-        layout, tensors: see below.
+        layout, tensors: as given.
         buckets_of: for each tensor, the indexes of its buckets.
     """
 
@@ -332,7 +332,7 @@ class Flat:
             "optimizer does not train a tensor, name it in session.optimizer(..., averaged=[...])"
         )
 
-    def take_values(self) -> None:
+    def put_values(self) -> None:
         """Put the model's values, which the script has changed, where contributions are sent from.
 
         Raises:

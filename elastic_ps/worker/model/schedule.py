@@ -118,7 +118,7 @@ class _Scheduler:
         if self.interval is None:
             return
         self.check()
-        made = {"step": position.version, "epoch": position.epochs, "sample": position.samples}
+        made = {"step": position.steps, "epoch": position.epochs, "sample": position.samples}
         wanted = int(self.interval(position.samples)) if callable(self.interval) else made[self.interval]
         while self.steps < wanted:
             if isinstance(self.scheduler, _JUMPING):

@@ -153,14 +153,14 @@ class Gradients:
         """
         batches = self._runtime.batches
         with self._lock:
-            records = batches.under_way(begins=batches.fresh or index in self._ran)
+            records = batches.records_of_backward(begins=batches.fresh or index in self._ran)
         none = not batches.lost and self._runtime.slices.has_none(records)
         return torch.zeros_like(gradient) if none else None
 
     def made_rows(self) -> bool:
         """Note that backward() has made a gradient of rows. Returns False if it does not count."""
-        batches = self._runtime.batches
-        return self._made(_ROWS) and not self._runtime.slices.has_none(batches.under_way(begins=False))
+        records = self._runtime.batches.records_of_backward(begins=False)
+        return self._made(_ROWS) and not self._runtime.slices.has_none(records)
 
     def _made(self, index: int) -> bool:
         """Note that backward() has made a gradient. Returns False if it does not count."""

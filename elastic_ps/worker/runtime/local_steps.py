@@ -148,7 +148,7 @@ class LocalSteps:
         Raises as `Runtime.finish_step`.
         """
         runtime = self._runtime
-        runtime.note_skipped(runtime.batches.decide(keep_new=True))
+        runtime.log_skipped(runtime.batches.decide(keep_new=True))
         weight = runtime.batches.weight if self._mean is None else self._mean.weight
         runtime.batches.keep()
         self.made += 1
@@ -187,7 +187,7 @@ class LocalSteps:
         if not self._asks:
             return runtime.version if self._consistency.waits_for_all else self._exchanges
         step = runtime.new_step(runtime.version)
-        with runtime.known():  # the round that is open waits for this worker from now on
+        with runtime.rejoining():  # the round that is open waits for this worker from now on
             try:
                 return runtime.world.decide("the start of an exchange", lambda: runtime.client.begin(step)[0])
             except Refused as refusal:
@@ -228,7 +228,7 @@ class LocalSteps:
         except ElasticPSError:
             raise
         except BaseException:  # nobody knows how much of it is sent, and of which version the model is
-            runtime.leave_step()
+            runtime.give_up_step()
             raise
         drops = runtime.drops
         runtime.finish_step()
@@ -250,7 +250,7 @@ class LocalSteps:
         if self._elastic:
             self._own = self._now(excluded)  # the job's values must not replace this worker's
             fetched = False
-            with runtime.known():
+            with runtime.rejoining():
                 runtime.strategy.fetch(runtime.strategy.version, contributor=False, excluded=excluded)
                 fetched = True
             if not fetched:
@@ -297,7 +297,7 @@ class LocalSteps:
                 self.cancel()
             self._take_over()
         except BaseException as error:  # some of the model may be of another version than what was pulled
-            runtime.leave_step()
+            runtime.give_up_step()
             if isinstance(error, Refused) and error.code is RefusalCode.NOT_FINITE:
                 runtime.batches.leave_out(started.ranges)
             raise

@@ -68,8 +68,8 @@ class Membership:
         make_step: has the script's own optimizer make a step on this worker.
         batches: the batches that the script has in hand for the next step.
         slices: divides batches among the processes.
-        steps: the number of steps that this worker has begun.
-        drops: how often all records in hand were dropped, because this worker had to join again, or pauses.
+        steps: the number of its next step, or of the one under way. Some numbers are never used.
+        drops: how often all records in hand were taken from the script, as when this worker joins again.
         untold: how many of these the script is not told of.
         repeats: called when this worker has joined again: the parameter server may have forgotten some calls.
         has_been_chief: whether this worker has been the chief, of any epoch or at the end.
@@ -285,7 +285,7 @@ class Membership:
                 if not expelled(refusal):
                     raise
                 logger.warning("joining again: %s", refusal)
-            joined = self._join_anew(strategy, trained=not own)
+            joined = self._join_anew(strategy, again=not own)
 
     def _adopt(self, joined: pb.JoinReply) -> None:
         """Take over this incarnation, and the mutable fields of this term of the job.
@@ -338,12 +338,12 @@ class Membership:
         unchanged = all(bucket.rule in (Rule.GRADIENT, Rule.CONSTANT) for bucket in flat.layout.buckets)
         return unchanged and not (self.spec.steps_on_workers or self._codecs.encodes_values)
 
-    def _join_anew(self, strategy: Strategy, *, trained: bool) -> pb.JoinReply:
-        """Begin another incarnation. Blocks. `trained`: the model no longer has its first values."""
-        described, settings = self._described, self.schedule.current() if trained else self._settings
+    def _join_anew(self, strategy: Strategy, *, again: bool) -> pb.JoinReply:
+        """Begin another incarnation. Blocks. `again`: the model no longer has its first values."""
+        described, settings = self._described, self.schedule.current() if again else self._settings
         joined = self.world.decide(
             "its next join",
-            lambda: self.client.join(described.every, described.optimizer, settings, again=trained),
+            lambda: self.client.join(described.every, described.optimizer, settings, again=again),
         )
         strategy.reset()
         self._adopt(joined)
@@ -363,10 +363,10 @@ class Membership:
         """
         logger.warning("joining again: %s", reason)
         while True:
-            self.drop_step()
+            self.drop_all()
             self.strategy.reset()
-            first = None if self.version or self.strategy.trained else self._first
-            joined = self._join_anew(self.strategy, trained=first is None)
+            first = None if self.version or self.strategy.has_newer else self._first
+            joined = self._join_anew(self.strategy, again=first is None)
             version = joined.version
             try:
                 if joined.initialise and first is not None:
@@ -386,8 +386,8 @@ class Membership:
         logger.info("joined again at version %d", version)
 
     @contextmanager
-    def known(self, *, in_step: bool = False) -> Iterator[None]:
-        """Join again, and end the block, if a call in it is refused because this worker is not known.
+    def rejoining(self, *, in_step: bool = False) -> Iterator[None]:
+        """Join again, and go on after the block, if a call in it is refused as this worker is not known.
 
         Args:
             in_step: the block ends a step, whose gradients the script may still look at.
@@ -401,7 +401,7 @@ class Membership:
             if not in_step:
                 self.gradients.void()
 
-    def drop_step(self) -> None:
+    def drop_all(self) -> None:
         """The step under way and all records in hand go to others."""
         self.drops += 1
         self.steps += 1

@@ -59,13 +59,13 @@ class Records:
 
     Attributes:
         part, loop: where this worker and its script are.
-        loop_over: the loader that the script loops over, or has looped over last.
+        loader: the loader that the script loops over, or has looped over last.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
     """
 
     def __init__(self, member: Membership, stopped: Stopping, close: Callable[[], object]) -> None:
         self.part, self.loop = Part.IDLE, Loop.BEFORE
-        self.loop_over: object = None
+        self.loader: object = None
         self.chief = False
         self._member, self._stopped, self._close = member, stopped, close
         self._client, self._world, self._batches = member.client, member.world, member.batches
@@ -122,7 +122,7 @@ class Records:
 
         while True:
             self.leave_if_asked()
-            with member.known():
+            with member.rejoining():
                 if wait:
                     if self.computing:
                         member.strategy.hand_over()
@@ -196,7 +196,7 @@ class Records:
             return self._client.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief
 
         while True:
-            with self._member.known():
+            with self._member.rejoining():
                 chief = self._world.decide(what, ask)
                 self._member.has_been_chief |= chief
                 if chief or not passes:

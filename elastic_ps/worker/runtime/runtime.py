@@ -276,7 +276,7 @@ class Runtime(Membership):
         assert step is not None
         if self.local is None and step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() in between")
-        self.note_skipped(batches.decide(keep_new=True))
+        self.log_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
         self.check(settings)
         ending = pb.FinishRequest(
@@ -297,13 +297,13 @@ class Runtime(Membership):
         except Refused as refusal:
             late = refusal.code is RefusalCode.LATE
             if late and not self.spec.consistency.waits_for_all:
-                self.drop_step()
+                self.drop_all()
                 self.strategy.reset()
             elif late or self._is_left_out(refusal):
                 # Some of the version may have arrived: pull what there is.
                 logger.info("the step is dropped: the round is made without this worker")
-                self.leave_step()
-                with self.known(in_step=True):
+                self.give_up_step()
+                with self.rejoining(in_step=True):
                     self.strategy.fetch(self.version, contributor=False)
                     self.schedule.take_over(self.in_force)
             elif expelled(refusal):
@@ -320,7 +320,7 @@ class Runtime(Membership):
         except ElasticPSError:
             raise
         except BaseException:
-            self.leave_step()
+            self.give_up_step()
             raise
         else:
             self.steps += 1
@@ -332,13 +332,13 @@ class Runtime(Membership):
             return True
         return False
 
-    def leave_step(self) -> None:
+    def give_up_step(self) -> None:
         """Forget the step under way, and tell the parameter server at the next occasion.
 
         For a script that was interrupted while it waited, as by Ctrl-C in a notebook. This worker does not
         know whether the step is in the model. If it is not, its records go to others.
         """
-        self.drop_step()
+        self.drop_all()
         self.working.note(Event.GIVE_UP)
         self.strategy.reset()
 
@@ -356,7 +356,7 @@ class Runtime(Membership):
 
     def skip(self) -> None:
         """Make no step with the batches in hand. Nobody trains their records."""
-        self.note_skipped(self.batches.skip())
+        self.log_skipped(self.batches.skip())
         if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
             self.drops, self.steps = self.drops + 1, self.steps + 1
@@ -383,7 +383,7 @@ class Runtime(Membership):
         Returns False if the script has still to make a step with what it has computed.
         """
         self._settle_by_hand()
-        self.note_skipped(self.batches.decide())
+        self.log_skipped(self.batches.decide())
         if self.batches.computed and not self.working.in_step:
             what = "the end of the loop over the loader"
             mine = self.gradients.may_make_a_step, self.gradients.finite()
@@ -392,7 +392,7 @@ class Runtime(Membership):
                 self.skip()
         return not self.batches.computed
 
-    def note_skipped(self, records: int) -> None:
+    def log_skipped(self, records: int) -> None:
         """Log that so many records are skipped: the script may not know."""
         if records:
             logger.log(logging.DEBUG if self._warned else logging.WARNING, _SKIPPED, records)
@@ -407,7 +407,7 @@ class Runtime(Membership):
         """
         if not self.entered:
             raise UsageError("call session.optimizer(...) before session.stop(...)")
-        with self.known():
+        with self.rejoining():
             self._stopped.ask(reason)
 
     def rows_refused(self, refusal: Refused) -> bool:
@@ -417,10 +417,10 @@ class Runtime(Membership):
         """
         if expelled(refusal) and self.batches.in_batch:
             return True
-        if not self.world.alone:
+        if not (expelled(refusal) and self.world.alone):
             raise refusal
-        with self.known():
-            raise refusal
+        self.join_again(refusal)
+        self.gradients.void()
         return False
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
@@ -428,7 +428,7 @@ class Runtime(Membership):
         self._settle_by_hand()
         if self.batches.lost:
             self.gradients.void()
-        if self.batches.stale:  # its gradients would mix with those of lost batches
+        if self.batches.mixes_lost:  # its gradients would mix with those of lost batches
             self.records.pause(tells=False)  # the script has begun a step: it would begin another each time
             self.batches.note(HandEvent.HAND_OUT_LOST)
         else:

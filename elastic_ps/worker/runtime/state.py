@@ -83,7 +83,7 @@ class ScriptState(MutableMapping[str, Any]):
     def _write(self, state: dict[str, Any]) -> None:
         text = script_state.to_text(state)
         before, self._said = self._said, (self._member.version, text)
-        with self._member.known():  # a worker that joins again there writes again, by `repeat`
+        with self._member.rejoining():  # a worker that joins again there writes again, by `repeat`
             try:
                 self._say(text, again=False)
             except UsageError:

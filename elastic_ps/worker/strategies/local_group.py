@@ -190,7 +190,7 @@ class GroupFollower(Strategy):
         try:
             self._world.links[0].gradients.send((self.under_way.number, bucket.index, told))
         except OSError:
-            self._world.ended(0, "backward()")
+            self._world.raise_ended(0, "backward()")
 
     def finish(self, ending: pb.FinishRequest) -> bool:
         outcome: _Outcome = self._world.ask(self._finish, _reported(ending))

@@ -109,7 +109,7 @@ class PushPull(Strategy):
         self._lock = threading.RLock()  # without its condition it is entered in a third of the time
         self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
-        self._progress = Progress[pb.FinishRequest](self._pushed, self._plan(consistency))
+        self._progress = Progress[pb.FinishRequest](self._pushed, self._policy(consistency))
         shards = range(client.shards)
         self._senders = [Queue(f"send-{shard}", self._try_to_send) for shard in shards]
         self._receivers = [Queue(f"pull-{shard}", self._receive) for shard in shards]
@@ -122,14 +122,14 @@ class PushPull(Strategy):
             senders.close()
             receivers.close()
 
-    def _plan(self, consistency: Consistency) -> PushPolicy:
+    def _policy(self, consistency: Consistency) -> PushPolicy:
         return PushPolicy.of(consistency, small=self._small and not self.encoder.selection.active)
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
         if codecs is not None:
             self.encoder.adopt(codecs)
             self._values.adopt(codecs)
-        self._progress.pushing = self._plan(consistency)
+        self._progress.pushing = self._policy(consistency)
 
     def reset(self) -> None:
         with self._lock:
@@ -199,7 +199,7 @@ class PushPull(Strategy):
         if pushing.begins is BeginTime.LAST:
             version, progress.attempt = self._client.begin(step)
             self.under_way = step = replace(step, version=version)
-        if pushing.several and not self._push_alone(step, ending):
+        if pushing.several and not self._push_and_ask(step, ending):
             self.under_way = None
             self.encoder.applied(in_sums=True)
             return False
@@ -239,7 +239,7 @@ class PushPull(Strategy):
             self._enqueue(self._progress.restart(attempt, generation))
             self._changed.notify_all()
 
-    def _push_alone(self, step: Step, ending: pb.FinishRequest) -> bool:
+    def _push_and_ask(self, step: Step, ending: pb.FinishRequest) -> bool:
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""
         progress = self._progress
         with self._lock:
@@ -249,7 +249,7 @@ class PushPull(Strategy):
             self._wait()
             with self._lock:
                 attempt, generation = progress.attempt, progress.generation
-            reply = self._client.await_version(step, attempt)
+            reply = self._client.ask_after_step(step, attempt)
             kind = reply.WhichOneof("kind")
             if kind == "attempt":
                 with self._lock:
@@ -519,7 +519,7 @@ class PushPull(Strategy):
                     )
                 if not self._goes_on(pull):
                     return False
-                self.trained |= kind == "bucket" and not reply.draft and reply.version > 0
+                self.has_newer |= kind == "bucket" and not reply.draft and reply.version > 0
             if kind == "bucket":
                 self._take(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
                 self._failing[pull.shard] = math.inf

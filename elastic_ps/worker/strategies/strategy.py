@@ -52,8 +52,8 @@ class Strategy(ABC):
 
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
-        trained: a value of a version after 0 has come, or begun to come. Does not change between `reset` and
-            the next call that asks for values.
+        has_newer: a value of a version after 0 has come, or begun to come. Does not change between `reset`
+            and the next call that asks for values.
         info: of the last version that came.
         under_way: the step that has begun, until it is made or forgotten.
         cannot_assign: why scripts cannot assign values; "" if they can.
@@ -63,7 +63,7 @@ class Strategy(ABC):
 
     def __init__(self) -> None:
         self.version = 0
-        self.trained = False
+        self.has_newer = False
         self.info = VersionInfo()
         self.under_way: Step | None = None
 
@@ -155,7 +155,7 @@ class Strategy(ABC):
 
 
 class Queue(Generic[W]):
-    """A strategy's work in the background, and the threads that do it in order."""
+    """A strategy's work in the background, and the threads that begin it in order."""
 
     def __init__(self, name: str, work: Callable[[W], object]) -> None:
         self._name, self._work = name, work

@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def expelled(error: BaseException) -> bool:
-    """Whether the parameter server does not know this worker (any more), so that it has to join again."""
+    """Whether this worker has to join again; or takes no part in the round, if only a shard says so."""
     codes = (RefusalCode.STALE_TERM, RefusalCode.STALE_INCARNATION)
     return isinstance(error, Refused) and error.code in codes
 
@@ -269,10 +269,10 @@ class Client:
         Returns version and attempt of the round that the step is to be pushed for. Raises Refused (LATE).
         """
         request = pb.BeginRequest(caller=step.member_id.caller(), version=step.base, step=step.number)
-        reply = self._settle(calls.BEGIN, request)
+        reply = self._until_answered(calls.BEGIN, request)
         return reply.version, reply.attempt
 
-    def await_version(self, step: Step, attempt: int) -> pb.AwaitReply:
+    def ask_after_step(self, step: Step, attempt: int) -> pb.AwaitReply:
         """In mode `accumulate`, ask what is next when all of the step has been pushed for this attempt.
 
         Blocks for some seconds at most; then the answer is `pending`. Raises Refused (LATE): it is void.
@@ -363,14 +363,14 @@ class Client:
         if ended is not None:
             step, ending = ended
             request.finish.CopyFrom(self._finish(step, attempt or 0, ending))
-        return self._settle(calls.MEET, request)
+        return self._until_answered(calls.MEET, request)
 
     def assign(self, version: int) -> pb.AssignReply:
         """Ask to make values that the script changed at `version` the next version. Blocks.
 
         The answer says to push them for the open round and ask again, or to do nothing more (`done`).
         """
-        return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
+        return self._until_answered(calls.ASSIGN, pb.AssignRequest(version=version))
 
     def pull(self, member_id: MemberId, shard: int, wanted: pb.PullRequest, answer: int = 0) -> Answers:
         """One try of a pull of `answer` bytes. Blocks. Raises TransportError: pull again what is missing."""
@@ -422,7 +422,7 @@ class Client:
         frame = Frame(request.SerializeToString(), body)
         return self.retry(lambda: self._once(call, shard, frame, read, answer))
 
-    def _settle(self, call: Call[Q, A], request: Q) -> A:
+    def _until_answered(self, call: Call[Q, A], request: Q) -> A:
         """Repeat a call until its answer is not `pending`. Blocks."""
         while getattr(reply := self.ask(call, request), PENDING):
             pass

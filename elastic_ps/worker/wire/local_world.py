@@ -163,7 +163,7 @@ class LocalWorld:
             try:
                 fd = recv_handle(self.links[0].questions)
             except (EOFError, OSError):
-                self.ended(0, where)
+                self.raise_ended(0, where)
             try:
                 return pieces_of(memoryview(mmap.mmap(fd, os.fstat(fd).st_size)))
             finally:
@@ -180,7 +180,7 @@ class LocalWorld:
             try:
                 send_handle(link.questions, memory.handle.fd, None)
             except OSError:
-                self.ended(rank, where)
+                self.raise_ended(rank, where)
         return memory.take
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class LocalWorld:
             self.links[0].questions.send(_Arrival(what, mine, self._proposals.copy()))
             answer: _Answer = self.links[0].questions.recv()
         except (EOFError, OSError):
-            self.ended(0, what)
+            self.raise_ended(0, what)
         self._agreed = answer.proposals
         if answer.problem is not None:
             kind, given = answer.problem
@@ -207,7 +207,7 @@ class LocalWorld:
         try:
             arrival: _Arrival = self.links[rank - 1].questions.recv()
         except (EOFError, OSError):
-            self.ended(rank, what)
+            self.raise_ended(rank, what)
         return arrival
 
     def _tell(self, answer: _Answer) -> None:
@@ -215,9 +215,9 @@ class LocalWorld:
             try:
                 link.questions.send(answer)
             except OSError:
-                self.ended(rank, "the answer")
+                self.raise_ended(rank, "the answer")
 
-    def ended(self, rank: int, what: str) -> NoReturn:
+    def raise_ended(self, rank: int, what: str) -> NoReturn:
         """Another process has ended while this one needs it: wait to be ended, too; see `script`.
 
         Raises:

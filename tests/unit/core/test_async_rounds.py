@@ -20,7 +20,7 @@ def opened(*workers: int, consistent: bool = True) -> AsyncRounds:
     rounds = AsyncRounds(version=5, consistent=consistent)
     for worker in workers:
         rounds.admit(worker)
-        rounds.hand_out(worker)
+        rounds.tell_version(worker)
         rounds.computes_on(worker, 5)
     return rounds
 
@@ -75,7 +75,7 @@ def test_a_newcomer_reads_the_version_that_it_is_told() -> None:
     rounds.admit(1)
     push(rounds, 0)
     assert rounds.can_commit(), "it has not been told a version"
-    rounds.hand_out(1)
+    rounds.tell_version(1)
     assert not rounds.can_commit()
     rounds.computes_on(1, 5)
     assert commit(rounds) == [0]
@@ -85,7 +85,7 @@ def test_with_inconsistent_reads_nobody_waits_for_who_reads() -> None:
     rounds = opened(0, 1, consistent=False)
     push(rounds, 0)
     commit(rounds)
-    rounds.hand_out(1)
+    rounds.tell_version(1)
     push(rounds, 1)
     assert rounds.can_commit()
 
@@ -119,7 +119,7 @@ def test_a_worker_begins_no_step_on_an_older_version_than_it_was_handed() -> Non
     push(rounds, 0)
     commit(rounds)
     rounds.computes_on(0, 6)
-    rounds.hand_out(1)
+    rounds.tell_version(1)
     assert rounds.reading == {1}
     with pytest.raises(Refused, match="begins a step on version 5, but was given 6"):
         rounds.begin(1, version=5)
@@ -146,7 +146,7 @@ class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
     def take_up(self, worker: int) -> None:
         """It is told the version, and begins to read it."""
         super().take_up(worker)
-        self.rounds.hand_out(worker)
+        self.rounds.tell_version(worker)
         self.reading.add(worker)
 
     @precondition(lambda self: self.reading)

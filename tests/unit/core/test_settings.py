@@ -163,14 +163,14 @@ def test_what_needs_more_state_cannot_come_after_the_first_step(
 ) -> None:
     without, with_it = Settings((start,)), Settings(({**start, key: value},))
     without.check_follows(with_it)  # as by OneCycleLR, which sets a momentum before the first step
-    later = replace(without, position=Position(version=1))
+    later = replace(without, position=Position(steps=1))
     with pytest.raises(InvalidModel, match=f"{key} is {value}, and was {start[key]} before"):
         later.check_follows(with_it)
-    replace(with_it, position=Position(version=1)).check_follows(without)
+    replace(with_it, position=Position(steps=1)).check_follows(without)
 
 
 def test_sgd_may_get_its_momentum_later() -> None:
-    made = Settings(({"lr": 0.1, "momentum": 0},), position=Position(version=1))
+    made = Settings(({"lr": 0.1, "momentum": 0},), position=Position(steps=1))
     made.check_follows(Settings(({"lr": 0.1, "momentum": 0.9},)))
 
 

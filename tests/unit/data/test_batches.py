@@ -143,7 +143,7 @@ def test_a_second_backward_for_a_batch_is_not_for_one_that_was_left_out() -> Non
     batches.add([Range(0, 5, 9)])
     for weight in (1, 2):
         batches.weigh(weight)
-        assert batches.under_way(begins=True) == 4
+        assert batches.records_of_backward(begins=True) == 4
         batches.compute()
     assert not batches.grouped
     assert (batches.computed, batches.weight) == ((Range(0, 5, 9),), 3)

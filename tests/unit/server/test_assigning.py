@@ -62,7 +62,7 @@ def test_values_are_assigned_once_and_the_records_of_others_go_back(coordinator:
     state = coordinator.job.state
     assert state.ledger is not None
     assert (state.version, state.ledger.applied) == (3, sum(r.stop - r.start for r in more.ranges))
-    assert state.settings.position.version == 1, "only one step was made"
+    assert state.settings.position.steps == 1, "only one step was made"
 
 
 def test_an_assignment_begins_again_when_a_shard_lacks_some_of_it() -> None:

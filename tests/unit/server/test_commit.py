@@ -203,7 +203,7 @@ def test_a_worker_that_joins_while_the_parameter_server_ends_is_refused() -> Non
 def go_back(zero: AskedShardZero) -> None:
     """A shard has lost the model."""
     with zero.job.lock:
-        zero.job.turn(CourseEvent.ROLL_BACK)
+        zero.job.note_course(CourseEvent.ROLL_BACK)
     zero.commit.drive()
 
 

@@ -335,7 +335,7 @@ def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(
         rig.checkpoints.fenced = True
     else:
         with rig.job.lock:
-            rig.job.turn(why)
+            rig.job.note_course(why)
     rig.checkpoints.keep_what_must_be()
     assert rig.written == 0
 

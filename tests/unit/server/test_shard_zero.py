@@ -172,7 +172,7 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
         joined = join(running.coordinator, 0, instance="first", call=1)
         assert not joined.pending
         with job.changed:
-            job.turn(CourseEvent.ROLL_BACK)
+            job.note_course(CourseEvent.ROLL_BACK)
             job.drop(0, "lost")
         joined = join(running.coordinator, 0, instance="second", call=1)
         assert not joined.pending
@@ -200,7 +200,7 @@ def test_a_model_that_is_laid_out_while_the_job_begins_anew_is_brought_once_more
         coordinator = running.coordinator
         assert join(coordinator, 0, instance="first", call=1).initialise
         with coordinator.job.changed:
-            coordinator.job.turn(CourseEvent.ROLL_BACK)
+            coordinator.job.note_course(CourseEvent.ROLL_BACK)
         assert looked.wait(10)
         with coordinator.job.changed:
             coordinator.job.drop(0, "lost")
@@ -353,7 +353,7 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, zero: Aske
     eventually(lambda: zero.status().progress.version == 1, "it arrives in the end")
     assert failures == 2
     assert zero.status().progress.records_applied == sum(r.stop - r.start for r in taken.ranges)
-    assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
+    assert coordinator.job.state.settings.position.steps == 1, "schedules count a version as one step"
 
 
 @pytest.mark.parametrize(

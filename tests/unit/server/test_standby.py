@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor
 
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
@@ -412,7 +411,7 @@ def test_a_standby_is_told_of_the_newest_model_once_the_round_before_was_given(c
     follower = Follower(Slow("job", connect(InprocServer())), ServerLimits(probe=timedelta(0)))
     model = Configuration(one_bucket(tensor("w", 4)), "SGD", ADAM, 1, None)
     order = Advance(1, 0, {}, Application(0, (), 1, ADAM), term=1)
-    shard = Shard(0, model, consistency=Consistency(), trace=Trace(None, ""))
+    shard = Shard(0, model, trace=Trace(None, ""))
     round_given = threading.Thread(target=follower.stage, args=(shard, order))
     closing = threading.Thread(target=follower.close)
     try:

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import dtype_of
 from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.core.partition import Rule
@@ -29,7 +28,6 @@ def follow(rig: Rig) -> Shard:
     standby = Shard(
         0,
         Configuration(rig.layout, "Adam", ADAM, TERM, None),
-        consistency=Consistency(),
         trace=Trace(None, ""),
     )
     standby.advance(0, 0, {0: 1}, None)
