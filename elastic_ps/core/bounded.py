@@ -100,7 +100,7 @@ class BoundedRounds(AskedRounds):
             return Entry.IN
         if self._shut or version > self.version:
             self.asking.add(worker)
-            return Entry.LATER
+            return Entry.WAIT
         self.asking.discard(worker)
         self.bases[worker] = version
         self.begun.add(worker)

@@ -93,7 +93,7 @@ class Entry(enum.Enum):
 
     IN = "in"
     """It pushes for the open round, which waits for it."""
-    LATER = "later"
+    WAIT = "wait"
     """It asks again for the next round."""
     LATE = "late"
     """The step is dropped, and the worker takes no part until it is admitted again."""

@@ -40,14 +40,14 @@ class FixedSchedule:
         return sum(share.skipped for share in self._shares)
 
     @property
-    def expected(self) -> int:
+    def total(self) -> int:
         """Records of all epochs together."""
         return self.records * self.epochs
 
     @property
     def finished(self) -> bool:
         """Whether every record of every epoch is in the model, or was skipped."""
-        return self.applied + self.skipped == self.expected
+        return self.applied + self.skipped == self.total
 
     @property
     def complete_epochs(self) -> int:

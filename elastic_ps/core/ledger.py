@@ -69,14 +69,14 @@ class Ledger:
     _begun: dict[int, Range] = field(default_factory=dict)  # the rest of a run, kept for who has begun it
 
     @property
-    def expected(self) -> int:
+    def total(self) -> int:
         """Records of all epochs together."""
         return self.records * self.epochs
 
     @property
     def finished(self) -> bool:
         """Whether every record of every epoch is in the model, or was skipped."""
-        return self.applied + self.skipped == self.expected
+        return self.applied + self.skipped == self.total
 
     @property
     def complete_epochs(self) -> int:
@@ -104,7 +104,7 @@ class Ledger:
             fresh: prefer records that nobody has had yet. By default those that were given back come first.
         """
         held = sum(r.records for ranges in self._held.values() for r in ranges)
-        left = self.expected - self.applied - self.skipped - held
+        left = self.total - self.applied - self.skipped - held
         fair = -(-left // (2 * max(1, workers) * batch)) * batch
         limit = max(batch, min(self.shard_records, fair) // batch * batch)
         sources = (self._take_new, self._take_returned) if fresh else (self._take_returned, self._take_new)
@@ -265,10 +265,10 @@ class Ledger:
             if after.epoch * self.records + after.stop > handed_out:
                 raise LedgerError(f"{after} has not been handed out")
         returned = sum(r.records for r in self._returned)
-        if self.applied + self.skipped + returned != handed_out or handed_out > self.expected:
+        if self.applied + self.skipped + returned != handed_out or handed_out > self.total:
             raise LedgerError(
                 f"{self.applied} records are in the model, {self.skipped} skipped and {returned} given back, "
-                f"of {handed_out} handed out and {self.expected} in all"
+                f"of {handed_out} handed out and {self.total} in all"
             )
 
 

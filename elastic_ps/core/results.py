@@ -57,7 +57,7 @@ class Results:
 
     def judge(self, loss: float, ledger: Ledger | FixedSchedule | None) -> None:
         """Add the job's present loss; NaN if a worker's gradient was not finite."""
-        done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.expected)
+        done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.total)
         self.trend.add(done, loss)
 
     def copy(self) -> Results:

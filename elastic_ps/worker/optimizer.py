@@ -241,14 +241,14 @@ class ElasticOptimizer(_Wrapping):
         self._gradients.reset()
         if self._tables is not None:
             self._tables.prepare(self.param_groups)
-        made = False
+        counts = False
         try:
-            made = self._runtime.finish_step()
+            counts = self._runtime.finish_step()
         finally:
-            if not made:  # threads may still send what it has computed
+            if not counts:  # threads may still send what it has computed
                 self._gradients.own()
         if self._tables is not None:
-            self._tables.ended(made, self._runtime.version)
+            self._tables.ended(counts, self._runtime.version)
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss

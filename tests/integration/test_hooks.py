@@ -42,7 +42,7 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
 
     def script(session: Session) -> None:
         optimizer = session.optimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
-        contribution = flat_of(optimizer).contribution
+        contribution = flat_of(optimizer).writable_contribution
 
         def together(index: int) -> torch.Tensor:
             if not hasattr(copied, "once") and threading.current_thread().name.startswith("backward"):
@@ -51,7 +51,7 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
             return contribution(index)
 
         # The threads meet where a gradient is copied, and no hook of a script is called there.
-        monkeypatch.setattr(flat_of(optimizer), "contribution", together)
+        monkeypatch.setattr(flat_of(optimizer), "writable_contribution", together)
         for x, y in session.loader(data, 4):
             meeting = threading.Barrier(PARTS)
             optimizer.zero_grad()

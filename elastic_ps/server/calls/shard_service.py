@@ -89,15 +89,15 @@ class ShardService:
         return self._pulled(request, request.caller)
 
     def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
-        told = request.contributor and self._steps is not None
-        if told:  # a dropped worker would wait in vain, and could not join again
+        told_of_restart = request.contributor and self._steps is not None
+        if told_of_restart:  # a dropped worker would wait in vain, and could not join again
             self._callers.require_member(caller)
         version, shard = request.version, self._node.shard
         drafts = request.draft_settings and request.contributor
         asked = Pull(
             **fields(request, "buckets", "version", "held"),
             term=caller.term,
-            attempt=request.attempt if told else None,
+            attempt=request.attempt if told_of_restart else None,
             contributor=(caller.worker, caller.incarnation) if request.contributor else None,
             drafts=request.drafts if drafts else {},
             groups=settings_from_message(request.draft_settings).groups if drafts else None,

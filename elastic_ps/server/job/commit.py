@@ -96,7 +96,11 @@ class CommitCoordinator:
         self.tables: list[TableStatus] = []
         self._prepared: tuple[Advance, Model] | None = None  # the last order that all standbys can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
-        self._decided = 0, 0, 0.0  # the term and version that were decided last, and when they were at first
+        self._first_decided = (
+            0,
+            0,
+            0.0,
+        )  # the term and version decided last, and when it was at first
         self._decided_at = 0.0  # when the order under way was decided, before the look at the fence
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
         self._unmade = 0, ""  # the version whose step raised an error, and that error
@@ -375,8 +379,8 @@ class CommitCoordinator:
         state.decide_settings(contributions)
         version = rounds.version + 1
         self._decided_at = time.monotonic()
-        if self._decided[:2] != (state.term, version):  # else the same order is made again
-            self._decided = state.term, version, self._decided_at
+        if self._first_decided[:2] != (state.term, version):  # else the same order is made again
+            self._first_decided = state.term, version, self._decided_at
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -385,7 +389,7 @@ class CommitCoordinator:
             assigns=any(c.assigns for c in contributions),
             elsewhere=state.state_holders is not None,
             divisor=state.divisor_with(contributions),
-            time=self._decided[2],
+            time=self._first_decided[2],
         )
         due = self.checkpoints.due(version, job.clock())
         if state.state_holders is not None:  # it is written when a worker has sent the values

@@ -98,8 +98,8 @@ class JobState:
     batch: int = 0
     late_records: LateRecords = field(default_factory=LateRecords)
     starved: set[int] = field(default_factory=set)
-    waiting: Waiting = field(default_factory=Waiting)
-    lagging: Waiting = field(default_factory=Waiting)
+    waits_for_steps: Waiting = field(default_factory=Waiting)
+    waits_for_late: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
     balance: Balance = field(default_factory=Balance)
     calls: Calls[pb.TakeReply] = field(default_factory=Calls)
@@ -154,7 +154,7 @@ class JobState:
         held = sum(r.records for c in self.rounds.contributions for r in c.ranges)
         if isinstance(self.ledger, PortionedLedger):  # of the open version
             return held == self.ledger.held_by_all and bool(self.stopped or not self.ledger.left)
-        return bool(self.stopped) or self.ledger.applied + self.ledger.skipped + held == self.ledger.expected
+        return bool(self.stopped) or self.ledger.applied + self.ledger.skipped + held == self.ledger.total
 
     @property
     def expected(self) -> dict[int, int]:
@@ -366,7 +366,7 @@ class JobState:
 
     def _begins(self, incarnation: int, now: float) -> None:
         """Note that a worker begins a step of the open round, to measure how long it takes."""
-        self.waiting.begins(incarnation)
+        self.waits_for_steps.begins(incarnation)
         if self.consistency.global_batch_size is not None:
             self.pace.begins(incarnation, now)
         else:
@@ -417,7 +417,7 @@ class JobState:
         if self.starved & live.keys():
             missing |= (rounds.expected | self.required) - rounds.done.keys() - rounds.held_up
         awaited = {live[worker].incarnation: worker for worker in (missing - queued) & live.keys()}
-        overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
+        overdue = self.waits_for_steps.overdue((rounds.version, rounds.attempt), awaited, now, limit)
         return {awaited[incarnation]: seconds for incarnation, seconds in overdue.items()}
 
     @property
@@ -439,7 +439,7 @@ class JobState:
         lagging = self.rounds.lagging
         if not lagging or (grace := self.grace) is None:
             return None
-        waited = self.lagging.waited((self.version, self.rounds.attempt), lagging, now)
+        waited = self.waits_for_late.waited((self.version, self.rounds.attempt), lagging, now)
         left = grace.total_seconds() - max(waited.values())
         if left > 0:
             return left

@@ -165,17 +165,17 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
     if state.ledger is None:
         return progress
     done = state.ledger.applied + state.ledger.skipped
-    left = state.ledger.expected - done
+    left = state.ledger.total - done
     rate = state.results.rate.per_second(state.ledger.applied, now)
     steady = state.results.steady.per_second(done, now)
     return progress.model_copy(
         update={
             "epoch": state.ledger.complete_epochs,
             "epochs": state.ledger.epochs,
-            "percent": 100 * done // max(1, state.ledger.expected),
+            "percent": 100 * done // max(1, state.ledger.total),
             "records_applied": state.ledger.applied,
             "records_skipped": state.ledger.skipped,
-            "records_expected": state.ledger.expected,
+            "records_expected": state.ledger.total,
             "samples_per_second": rate,
             "eta_seconds": round(left / steady) if steady else None,
             "finished": state.finished,

@@ -82,7 +82,7 @@ class Basis:
     groups: Sequence[Mapping[str, Any]]
 
 
-class Drafts:
+class DraftMaker:
     """The drafts of a shard's buckets. Thread-safe, if two threads never use the same bucket.
 
     Args:
@@ -223,7 +223,7 @@ class Pulls:
     def __init__(
         self,
         open_round: OpenRound,
-        drafts: Drafts,
+        drafts: DraftMaker,
         *,
         consistency: Consistency,
         limits: ServerLimits,

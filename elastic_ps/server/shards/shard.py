@@ -43,7 +43,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Configuration
-from elastic_ps.server.shards.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
+from elastic_ps.server.shards.pulls import Basis, DraftMaker, OpenRound, Pull, Pulled, Pulls, RestartedAs
 from elastic_ps.server.shards.values import BucketValues, TableValues, bytes_of, state_bytes
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
@@ -93,7 +93,7 @@ class Shard:
         self._lock, self._buckets = self._round.lock, self._round.buckets
         self._adding, self._stepping = self._round.adding, self._round.stepping
         dense = [b for b in layout.of_shard(index) if not layout.width(b)]
-        self._drafts = Drafts(lambda: self._make_buckets(dense), lambda: self._copy_bytes <= draft_bytes)
+        self._drafts = DraftMaker(lambda: self._make_buckets(dense), lambda: self._copy_bytes <= draft_bytes)
         self._pulls = Pulls(self._round, self._drafts, consistency=consistency, limits=limits, trace=trace)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT

@@ -155,7 +155,7 @@ class Flat:
             return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]), device="cpu")
         return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
-    def contribution(self, index: int) -> torch.Tensor:
+    def writable_contribution(self, index: int) -> torch.Tensor:
         """The place where a tensor's gradient (or buffer) is put to be pushed, in its shape.
 
         Blocks until what was `put` there has arrived.
@@ -178,7 +178,7 @@ class Flat:
         if self.layout.tensors[index].rule is Rule.SUM:
             now = gradient.detach().to("cpu", copy=True)
             before = self._sent.get(index, self.value(index))
-            torch.sub(now, before, out=self.contribution(index))
+            torch.sub(now, before, out=self.writable_contribution(index))
             self._sent[index] = now
             return
         if gradient.is_sparse:
@@ -243,7 +243,7 @@ class Flat:
         """Make a tensor's contribution zero, if anything was put there since it was."""
         self._forget_rows(index)
         if index in self._written:
-            self.contribution(index).zero_()
+            self.writable_contribution(index).zero_()
             self._written.discard(index)
 
     def _forget_rows(self, index: int) -> None:
@@ -352,7 +352,7 @@ class Flat:
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
                 if self.layout.tensors[index].rule is not Rule.CONSTANT:
-                    self.contribution(index).copy_(tensor)
+                    self.writable_contribution(index).copy_(tensor)
         self._writes.open()
 
     def expect(self) -> None:

@@ -135,7 +135,8 @@ class Gradients:
 
     def _hook(self, index: int) -> None:
         def computed(parameter: torch.Tensor) -> None:
-            if self._made(index) and self._overlap and self._synchronise and self._runtime.batches.computed:
+            sends = self._account(index) and self._overlap and self._synchronise
+            if sends and self._runtime.batches.computed:
                 self._take(index, parameter, lend=self._lend)
 
         parameter = self._flat.tensors[index]
@@ -159,10 +160,11 @@ class Gradients:
 
     def made_rows(self) -> bool:
         """Note that backward() has made a gradient of rows. Returns False if it does not count."""
-        records = self._runtime.batches.records_of_backward(begins=False)
-        return self._made(_ROWS) and not self._runtime.slices.has_none(records)
+        if not self._account(_ROWS):
+            return False
+        return not self._runtime.slices.has_none(self._runtime.batches.records_of_backward(begins=False))
 
-    def _made(self, index: int) -> bool:
+    def _account(self, index: int) -> bool:
         """Note that backward() has made a gradient. Returns False if it does not count."""
         batches = self._runtime.batches
         # Lost: the script had loaded it before its step, which was not made. A forked child shares the
@@ -171,7 +173,7 @@ class Gradients:
             return False
         with self._lock:
             self._hooked = True
-            if first := self._first(index):
+            if first := self._was_cleared(index):
                 if batches.fresh and batches.computed:
                     batches.skip_computed()
                 self.drop_rows()
@@ -183,7 +185,7 @@ class Gradients:
             self._latest = self._latest if index == _ROWS else index
         return True
 
-    def _first(self, index: int) -> bool:
+    def _was_cleared(self, index: int) -> bool:
         """Whether the gradients that the last backward() made of parameters were set to None since."""
         last = self._latest
         kept = last is None or (last != index and self._flat.tensors[last].grad is not None)
@@ -248,7 +250,7 @@ class Gradients:
             return False
         if gradient.is_sparse:
             gradient = Rows.of(gradient).dense(len(gradient)).view(gradient.shape)
-        sent = self._flat.contribution(index)
+        sent = self._flat.writable_contribution(index)
         return not torch.allclose(sent, gradient.to(sent.device), rtol=0, atol=0, equal_nan=True)
 
     def take_rest(self, only: Collection[int] | None = None) -> None:

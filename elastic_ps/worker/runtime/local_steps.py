@@ -352,7 +352,7 @@ class LocalSteps:
             if spec.rule is Rule.SUM:
                 self._flat.put(index, tensors[index])
             elif spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
-                self._flat.contribution(index).copy_(self._own.get(index, tensors[index]))
+                self._flat.writable_contribution(index).copy_(self._own.get(index, tensors[index]))
         for bucket in layout.pushed:
             present = [piece.tensor in trained for piece in bucket.pieces]
             yield bucket, present if bucket.rule is Rule.GRADIENT else ()
@@ -361,7 +361,7 @@ class LocalSteps:
     def _subtract(self, index: int) -> bool:
         """Put the change of a parameter; returns False if it has been frozen all the time."""
         tensor, own, value = self._flat.tensors[index], self._own.get(index), self._flat.value(index)
-        contribution = self._flat.contribution(index).copy_(tensor if own is None else own)
+        contribution = self._flat.writable_contribution(index).copy_(tensor if own is None else own)
         if not tensor.requires_grad and torch.equal(contribution.to(tensor.dtype), value.to(tensor.dtype)):
             self._flat.clear_contribution(index)
             return False

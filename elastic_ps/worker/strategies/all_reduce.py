@@ -451,12 +451,12 @@ class _Reducer:
                     continue
                 if tensor.grad is None or tensor.grad.is_sparse:
                     tensor.grad = torch.empty_like(tensor)
-                made.append((tensor.grad, flat.contribution(index)))
+                made.append((tensor.grad, flat.writable_contribution(index)))
             elif spec.rule is Rule.SUM:
-                made.append((tensor, flat.value(index).add_(flat.contribution(index))))
+                made.append((tensor, flat.value(index).add_(flat.writable_contribution(index))))
             elif spec.rule is not Rule.CONSTANT:
-                made.append((tensor, flat.contribution(index)))
-                flat.value(index).copy_(flat.contribution(index))
+                made.append((tensor, flat.writable_contribution(index)))
+                flat.value(index).copy_(flat.writable_contribution(index))
         flat.give(made)
 
     def _clipped(self, norm: float | None, weight: float) -> float:

@@ -96,7 +96,7 @@ class PushPull(Strategy):
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
         self._small = client.shards == 1 and gradients == 1
-        self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
+        self._changing = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._to_ask: list[_Pull] | None = None  # the rest, if some were asked when the step began
         self._excluded: Set[int] = frozenset()  # buckets that the step is not about
         self._pulled: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
@@ -295,7 +295,7 @@ class PushPull(Strategy):
         The version of newer ones is that of the oldest bucket.
         """
         versions = self._progress.versions
-        arrived = [b for b in self._stepped if b.index not in excluded]
+        arrived = [b for b in self._changing if b.index not in excluded]
         self._pulled |= {b.index: versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
             values = [(b.index, self._pulled[b.index], checksum(self.flat.value_bytes(b))) for b in arrived]
@@ -329,7 +329,7 @@ class PushPull(Strategy):
 
     def _expect_next(self, step: Step) -> list[_Pull]:
         """See `_expect`: of the version that the step is to be part of."""
-        wanted = [b for b in self._stepped if b.index not in self._excluded]
+        wanted = [b for b in self._changing if b.index not in self._excluded]
         held = min((self._pulled.get(b.index, self.version) for b in wanted), default=self.version)
         return self._expect(step.version + 1, wanted, contributor=True, held=min(held, self.version))
 
@@ -521,7 +521,7 @@ class PushPull(Strategy):
                     return False
                 self.has_newer |= kind == "bucket" and not reply.draft and reply.version > 0
             if kind == "bucket":
-                self._take(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
+                self._receive_bucket(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
                 self._failing[pull.shard] = math.inf
                 now = time.monotonic_ns()
                 what: dict[str, Any] = {"bucket": reply.bucket, "version": reply.version}
@@ -570,7 +570,7 @@ class PushPull(Strategy):
             yield first
         yield from answers
 
-    def _take(self, pull: _Pull, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+    def _receive_bucket(self, pull: _Pull, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
         if reply.draft:
             self._values.take_draft(bucket, reply, incoming)
             with self._lock:

@@ -38,11 +38,11 @@ def test_each_step_makes_a_version_however_old_its_base_is() -> None:
 def test_who_asks_while_another_one_pushes_waits_until_that_is_in_a_version() -> None:
     rounds = opened(0, 1)
     assert rounds.begin(0, version=5) is Entry.IN
-    assert rounds.begin(1, version=5) is Entry.LATER
+    assert rounds.begin(1, version=5) is Entry.WAIT
     assert rounds.begin(0, version=5) is Entry.IN, "asked twice"
     assert rounds.awaited == {0}
     assert rounds.finish(step(0), version=5, attempt=0)
-    assert rounds.begin(1, version=5) is Entry.LATER
+    assert rounds.begin(1, version=5) is Entry.WAIT
     assert commit(rounds) == [0]
     assert rounds.begin(1, version=5) is Entry.IN
 
@@ -66,7 +66,7 @@ def test_who_asks_to_push_has_read_its_version() -> None:
     push(rounds, 0)
     commit(rounds)
     push(rounds, 1)
-    assert rounds.begin(0, version=6) is Entry.LATER
+    assert rounds.begin(0, version=6) is Entry.WAIT
     assert rounds.can_commit()
 
 

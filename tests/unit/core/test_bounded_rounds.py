@@ -68,7 +68,7 @@ def test_those_who_send_at_the_same_time_share_a_round_but_nobody_joins_them_whe
     for worker in (0, 1):
         assert rounds.begin(worker, version=5) is Entry.IN
     assert rounds.finish(step(0), version=5, attempt=0)
-    assert rounds.begin(2, version=5) is Entry.LATER
+    assert rounds.begin(2, version=5) is Entry.WAIT
     assert rounds.begin(1, version=5) is Entry.IN, "asked twice"
     assert not rounds.can_commit()
     assert rounds.finish(step(1), version=5, attempt=0)
@@ -122,7 +122,7 @@ def test_who_was_handed_a_newer_version_than_was_known_counts_from_that() -> Non
     assert rounds.staleness == {1: 0}
     assert rounds.can_commit()
     commit(rounds)
-    assert rounds.begin(0, version=9) is Entry.LATER, "a shard may have applied what is not booked yet"
+    assert rounds.begin(0, version=9) is Entry.WAIT, "a shard may have applied what is not booked yet"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_finished_step_of_who_vanishes_counts_and_its_successor_begins_with_th
 def test_a_round_that_starts_again_is_open_to_who_waited_for_the_next_one() -> None:
     rounds = opened(0, 1, 2)
     push(rounds, 1)
-    assert rounds.begin(2, version=5) is Entry.LATER
+    assert rounds.begin(2, version=5) is Entry.WAIT
     rounds.lose(1)
     rounds.admit(1)  # its successor waits for the next round
     assert rounds.held_up == {1, 2}
@@ -195,7 +195,7 @@ def test_who_has_to_ask_again_is_held_up_until_it_is_let_in_or_gone() -> None:
     assert rounds.begin(1, version=5) is Entry.IN
     push(rounds, 0)
     for worker in (2, 3):
-        assert rounds.begin(worker, version=5) is Entry.LATER
+        assert rounds.begin(worker, version=5) is Entry.WAIT
     assert (rounds.held_up, rounds.awaited) == ({0, 2, 3}, {1})
     rounds.lose(0)
     rounds.lose(3)
@@ -212,7 +212,7 @@ def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
     decided = rounds.begin_commit()
     rounds.fail_commit()  # a shard's answer was lost
     rounds.admit(3)
-    assert rounds.begin(1, version=5) is Entry.LATER
+    assert rounds.begin(1, version=5) is Entry.WAIT
     assert rounds.begin_commit() == decided
     rounds.end_commit()
     assert rounds.bases == {0: 6, 1: 5, 3: 6}
@@ -223,7 +223,7 @@ def test_a_worker_that_vanishes_while_it_waits_for_a_decided_round_is_not_held_u
     push(rounds, 0)
     rounds.begin_commit()
     rounds.fail_commit()  # a shard's answer was lost
-    assert rounds.begin(1, version=5) is Entry.LATER
+    assert rounds.begin(1, version=5) is Entry.WAIT
     assert rounds.held_up == {0, 1}
     rounds.lose(1)
     assert rounds.held_up == {0}

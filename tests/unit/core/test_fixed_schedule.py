@@ -21,7 +21,7 @@ def drained(schedule: FixedSchedule, worker: int, *, batch: int = 4) -> list[Ran
 
 def test_every_record_is_in_one_share() -> None:
     schedule = FixedSchedule(records=11, epochs=2, shard_records=4, shares=3)
-    assert (schedule.applied, schedule.expected, schedule.complete_epochs) == (0, 22, 0)
+    assert (schedule.applied, schedule.total, schedule.complete_epochs) == (0, 22, 0)
     assert schedule.open_shares == {0, 1, 2}
     shares = [drained(schedule, worker) for worker in range(3)]
     for share, (start, stop) in zip(shares, [(0, 3), (3, 7), (7, 11)], strict=True):
@@ -44,7 +44,7 @@ def test_more_epochs_are_more_records_in_every_share() -> None:
     for worker in range(2):
         drained(schedule, worker)
     schedule.extend(2)
-    assert (schedule.expected, schedule.finished) == (16, False)
+    assert (schedule.total, schedule.finished) == (16, False)
     assert schedule.open_shares == {0, 1}
     assert drained(schedule, 0) == [Range(1, 0, 4)]
     assert drained(schedule, 1) == [Range(1, 4, 8)]

@@ -216,7 +216,7 @@ def described(*returned: list[int]) -> dict[str, Any]:
 
 def test_a_description_is_taken_over() -> None:
     ledger = Ledger.from_state(described([1, 0, 3], [0, 8, 10]), shard_records=10)
-    assert (ledger.applied, ledger.expected) == (15, 30)
+    assert (ledger.applied, ledger.total) == (15, 30)
 
 
 @pytest.mark.parametrize(

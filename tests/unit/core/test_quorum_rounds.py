@@ -37,7 +37,7 @@ def test_with_its_quorum_it_waits_for_the_others_until_it_is_hastened() -> None:
     assert (rounds.can_commit(), rounds.lagging) == (False, {2})
     rounds.hasten()
     assert (rounds.can_commit(), rounds.lagging) == (True, set())
-    assert rounds.begin(2, version=5) is Entry.LATER
+    assert rounds.begin(2, version=5) is Entry.WAIT
     assert commit(rounds) == [0, 1]
 
 

@@ -305,7 +305,7 @@ def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
     for member in (sends, done):
         assert state.begin(member, version=0, step=0) is Entry.IN
     finish(state, done)
-    assert state.begin(asks, version=0, step=0) is Entry.LATER
+    assert state.begin(asks, version=0, step=0) is Entry.WAIT
     state.starved.add(done.worker)
     assert state.hung(0, limit) == {}
     assert state.hung(9, limit) == {0: 9}

@@ -37,7 +37,7 @@ def test_a_dense_gradient_replaces_rows() -> None:
     flat.put(0, torch.eye(6, 2).to_sparse(1))
     flat.put(0, torch.full((6, 2), 3.0))
     assert flat.rows_of(LAYOUT.buckets[0]) is None
-    assert flat.contribution(0).eq(3).all()
+    assert flat.writable_contribution(0).eq(3).all()
 
 
 def test_only_rows_that_have_arrived_are_copied_to_a_model_elsewhere() -> None:
