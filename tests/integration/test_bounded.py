@@ -22,8 +22,9 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Frame
+from elastic_ps.transport.base import Connection, Frame
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategies import push_pull
 from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
@@ -236,6 +237,58 @@ def test_with_async_nobody_waits_for_the_slowest(
     ]
     if consistency == ASYNC:
         assert {len(versions) for versions in pulled[2:]} == {1}, "each was read wholly"
+
+
+def test_a_newcomer_computes_on_one_version_though_others_are_made_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values of two versions are not taken for those of the later one, which it is about to compute on."""
+    monkeypatch.setattr(push_pull, "FETCHES", 1)
+    data, shards = Numbers(200), iter(range(2))
+    first, made, computes = threading.Event(), threading.Event(), threading.Event()
+
+    def through(worker: int, inner: Connection) -> Connection:
+        if worker == 0:
+            return inner
+        if next(shards) == 0:
+            return Watched(inner, after=lambda method, _: first.set() if method == "Pull" else None)
+
+        def late(method: str, frame: Frame) -> None:
+            if method == "Pull":
+                assert made.wait(LIMIT)
+
+        return Watched(inner, late)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            if session.worker == 1:
+                computes.set()
+            elif step == 3:
+                job.start(1, script)
+                assert first.wait(LIMIT)
+            elif step == 4:
+                made.set()
+                assert computes.wait(LIMIT)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        consistency=ASYNC,
+        data={"shardRecords": 8},
+        parameterServer={"replicas": 2, "bucketBytes": 1024},
+    ) as job:
+        job.through = through
+        job.start(0, script)
+        job.join()
+    check_histories(job, data, most=math.inf)
+    told = events(job.history, "worker-1")
+    began = next(n for n, e in enumerate(told) if e["event"] == "push")
+    read_last = [e for e in told[:began] if e["event"] == "values"][-1]
+    assert len({version for _, version, _ in read_last["values"]}) == 1
 
 
 def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None:

@@ -283,6 +283,8 @@ class PushPull(Strategy):
             if contributor or not wanted:
                 break
             version = newest
+        else:  # versions were made all the time
+            version = min(versions.values())
         if (standing := self._standing) is not None:
             self.encoder.settle(made=standing.steps, term=self._client.term, version=standing.version)
         self._arrived_at(version, excluded)
