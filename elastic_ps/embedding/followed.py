@@ -97,6 +97,7 @@ class FollowingTables(ShardTables):
         super().__init__(shard, shards)
         self.whole = False
         self._version = 0
+        self._first = 0  # no version before it has tables
         self._means: dict[tuple[int, int], dict[str, Mean]] = {}
 
     def follow(self, request: pb.RowsRequest, incoming: Incoming) -> None:
@@ -109,6 +110,8 @@ class FollowingTables(ShardTables):
         if request.what == Kind.MEAN:
             means = read_gradients(request.tables, incoming)
             with self._lock:
+                if not self._tables:
+                    self._first = request.version
                 for mean in means.values():
                     self._table(mean.spec)
                 if request.version > self._version:
@@ -124,7 +127,7 @@ class FollowingTables(ShardTables):
     def require(self, version: int, order: Application) -> None:
         """Raise Refused (INVALID) unless the mean gradients of this round are here, if they are needed."""
         with self._lock:
-            needed = self.whole and self._tables and version > self._version
+            needed = self.whole and self._tables and version >= max(self._first, self._version + 1)
             if needed and (version, order.attempt) not in self._means:
                 text = f"the standby of shard {self._shard} has no rows of version {version}"
                 raise Refused(RefusalCode.INVALID, text)

@@ -153,6 +153,31 @@ def test_a_standby_without_the_rows_of_a_round_refuses_it() -> None:
         assert refused.value.code is RefusalCode.INVALID
 
 
+def test_a_standby_goes_on_when_a_table_appears_later() -> None:
+    """It has the rows of the rounds before, which had none."""
+    pair, without = Pair(), Application(0, [], 1.0, Settings(({"lr": 0.1},)))
+
+    def send(version: int, now: Application) -> None:
+        for request, body in pair.rows.messages(pair.shard, version, now, lambda: False):
+            pair.standby.follow(request, Body(torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
+
+    for version in (1, 2):
+        send(version, without)
+        pair.standby.require(version - 1, alone(without))
+        pair.standby.apply(version - 1, alone(without))
+        pair.shard.apply(version, without)
+    pair.push(3)
+    send(3, order(3, 0))
+    pair.standby.require(2, alone(without))
+    pair.standby.apply(2, alone(without))
+    pair.shard.apply(3, order(3, 0))
+    with pytest.raises(Refused, match="has no rows of version 3"):
+        pair.standby.require(3, alone(order(3, 1)))
+    pair.standby.require(3, alone(order(3, 0)))
+    pair.standby.apply(3, alone(order(3, 0)))
+    pair.require_equal(3)
+
+
 def test_rows_that_have_arrived_are_not_taken_for_those_of_an_earlier_version() -> None:
     pair = Pair()
     pair.round_(1, slow=False)
