@@ -116,6 +116,8 @@ def test_what_the_chief_has_written_outlives_the_parameter_server(tmp_path: Path
 
     def script(session: Session) -> None:
         assert dict(session.state) == {}
+        with pytest.raises(UsageError, match=r"call session.optimizer.* before writing session.state"):
+            session.state["best"] = 0.1
         model = Tally(8)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         with pytest.raises(

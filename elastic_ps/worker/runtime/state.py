@@ -81,6 +81,8 @@ class ScriptState(MutableMapping[str, Any]):
         return script_state.from_text(self._client.ask(calls.READ_STATE, pb.ReadStateRequest()).text)
 
     def _write(self, state: dict[str, Any]) -> None:
+        if not self._member.entered:
+            raise UsageError("call session.optimizer(...) before writing session.state")
         text = script_state.to_text(state)
         before, self._said = self._said, (self._member.version, text)
         with self._member.rejoining():  # a worker that joins again there writes again, by `repeat`
