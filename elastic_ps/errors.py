@@ -101,7 +101,7 @@ class RefusalCode(enum.IntEnum):
 
     UNSPECIFIED = 0
     STALE_TERM = 1
-    """The message belongs to another start of the parameter server."""
+    """The message belongs to another term of the parameter server."""
     STALE_INCARNATION = 2
     """The worker was declared gone or replaced. From a shard also: it takes no part in the open round."""
     STALE_ATTEMPT = 3

@@ -18,7 +18,8 @@ _PACKAGES = """\
 
 ## Packages
 
-A package imports only from the rows below its own. The docstring of each module says why it exists.
+A package imports only from the rows below its own, and from modules of the package around it. The
+docstring of each module says why it exists.
 
 | package | content |
 | --- | --- |

@@ -101,7 +101,7 @@ class ParameterServer(CamelModel):
         description="Whether workers send gradients during backward. With auto they do if the gradients fill "
         "several buckets. If the workers run on the parameter server's host and take every core of it, "
         "buckets have 64 MiB, because nothing can run beside backward there. With always, buckets stay "
-        "small. With never, gradients are sent in optimizer.step(). So they are in modes bounded and async, "
+        "small. With never, gradients are sent in optimizer.step(), as in modes bounded and async, "
         "and if the script passes overlap=False or several optimizers to session.optimizer. The status "
         "says what a job does, and why.",
     )

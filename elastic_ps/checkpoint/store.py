@@ -399,7 +399,7 @@ class Store:
                 raise TypeError(f"the term is {term!r}, and the identity {identity!r}")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointCorrupt) as error:
             raise CheckpointError(
-                f"{self._term_file}, which counts the starts of the parameter server, cannot be read: "
+                f"{self._term_file}, which holds the term, cannot be read: "
                 f'{error!r}. If its content is broken, write {{"term": N}} into it, where N is larger than '
                 "any term in the logs"
             ) from error

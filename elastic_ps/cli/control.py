@@ -103,7 +103,7 @@ def logs(parsed: argparse.Namespace) -> int:
             pattern = f"{role}-{index}.log"
             if not (directory.logs / pattern).exists():
                 raise UserError(
-                    f"job {directory.job!r} has no log of {role} {index}; without that option, all are shown"
+                    f"job {directory.job!r} has no log of {role} {index}; without --{role}, all are shown"
                 )
     tail = Tail(directory.logs, pattern)
     while True:

@@ -140,7 +140,7 @@ def frame(
         if record is None and tuning.generation:
             parts.append(Text(f"consistency: {tuning.consistency}", style="dim"))
             parts.append(Text(f"compression: {tuning.compression}", style="dim"))
-            parts.append(Text(f"both are in force since version {tuning.since}", style="dim"))
+            parts.append(Text(f"both have been in force since version {tuning.since}", style="dim"))
         if record is None and tuning.problem:
             parts.append(Text(f"the last change was refused: {tuning.problem}", style="yellow"))
     if status.server is not None and status.server.problem:

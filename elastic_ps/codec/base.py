@@ -65,9 +65,7 @@ class Sparse(NamedTuple):
         """Return self. Raises ValueError unless each place is below `elements`, and has a value."""
         places = self.places
         if places.dtype is not torch.int64 or places.dim() != 1 or places.shape != self.values.shape:
-            said = (
-                f"there are {tuple(places.shape)} places of {places.dtype}, {tuple(self.values.shape)} values"
-            )
+            said = f"got {tuple(places.shape)} places of {places.dtype} and {tuple(self.values.shape)} values"
             raise ValueError(
                 f"{said}; expected one-dimensional tensors of the same size, the places of {torch.int64}"
             )

@@ -382,7 +382,9 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
         elif seen.step not in committed.steps:
             text = f"{seen.step} was seen in version {seen.version}, which is made of other steps"
         elif committed.steps[seen.step] != seen.records:
-            text = f"{seen.step} computed {seen.records}, but was counted as {committed.steps[seen.step]}"
+            text = (
+                f"{seen.step} was computed on {seen.records}, but was counted as {committed.steps[seen.step]}"
+            )
         else:
             continue
         yield Violation("acknowledged step lost", text, seen.time)

@@ -212,7 +212,7 @@ class Session:
                 its batch in a memory bank. The job adds the changes of all workers to its value.
             own: names of modules, parameters or buffers that are this worker's: never sent or overwritten.
             clamp: the lowest and the highest value of trained parameters, for example of a Wasserstein
-                critic. The parameter server clamps them after each step. A parameter group may have limits of
+                critic. They are clamped after each step. A parameter group may have limits of
                 its own, as in {"params": ..., "clamp": (-0.01, 0.01)}, or None for no limits. A group may
                 also have the options "max_norm" and "keep_zeros"; see docs/guides/scripts.md.
             max_grad_norm: the parameter server scales the gradient of each version, which is the mean over

@@ -240,7 +240,7 @@ class Cluster:
             if self._authority is None:
                 raise UsageError(
                     "the job uses TLS, but this operator was started without --tls-secret (tls.enabled of "
-                    "the chart); keep it set until the job has ended"
+                    "the chart); keep it until the job has ended"
                 )
             issued = self._authority.issue(metadata["uid"], wanted, now=now, lifetime=action.lifetime)
             for manifest in secrets(job, action, issued):

@@ -281,7 +281,7 @@ class StepCalls:
 
     @answers(calls.FINISH)
     def finish(self, request: pb.FinishRequest, _: Incoming) -> pb.Done:
-        """See `finished`."""
+        """See `end_step`."""
         return pb.Done(duplicate=not self.end_step(request, request.caller))
 
     def end_step(self, request: pb.FinishRequest, caller: pb.Caller) -> bool:

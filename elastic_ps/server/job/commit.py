@@ -96,11 +96,7 @@ class CommitCoordinator:
         self.tables: list[TableStatus] = []
         self._prepared: tuple[Advance, Model] | None = None  # the last order that all standbys can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
-        self._first_decided = (
-            0,
-            0,
-            0.0,
-        )  # the term and version decided last, and when it was at first
+        self._first_decided = 0, 0, 0.0  # the term and version decided last, and when at first
         self._decided_at = 0.0  # when the order under way was decided, before the look at the fence
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
         self._unmade = 0, ""  # the version whose step raised an error, and that error

@@ -85,7 +85,7 @@ def metrics(status: ServerStatus) -> str:
         "loss": ("Training loss that scripts reported last.", progress.loss),
         "durable_version": ("Version of the newest checkpoint.", progress.durable_version),
         "durable_age_seconds": ("Age of the newest checkpoint.", status.durable_age_seconds),
-        "term": ("Grows when shard 0 starts or takes the job back to a checkpoint.", status.term),
+        "term": ("Number that grows when shard 0 starts or takes the job back to a checkpoint.", status.term),
         "tensor_bytes": ("Size of the tensors of session.server.", status.tensor_bytes),
         "checkpoint_pause_seconds_total": (
             "Time that training has paused for checkpoints.",

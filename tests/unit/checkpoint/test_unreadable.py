@@ -55,7 +55,7 @@ def server(directory: Path) -> Iterator[Server]:
 
 
 def test_a_term_that_cannot_be_read_is_not_the_first(directory: Path) -> None:
-    """The one that counts the starts of the parameter server, which would give numbers twice."""
+    """The one that holds the term: numbers would be given twice."""
     store = Store(directory)
     store.next_term()
     with unreadable(directory):
