@@ -542,6 +542,7 @@ def test_a_schedule_goes_back_with_the_job(tmp_path: Path, every: int) -> None:
         session.scheduler(lr_scheduler.ExponentialLR(optimizer, gamma=0.9), interval="step")
         for number, (x, y) in enumerate(session.loader(Numbers(240), BATCH)):
             if number == 42:
+                job.until(lambda: job.status().progress.durable_version == kept_last, "it is on disk")
                 job.restart(0)
             rates.append((session.version, optimizer.param_groups[0]["lr"]))
             optimizer.zero_grad()
@@ -549,10 +550,10 @@ def test_a_schedule_goes_back_with_the_job(tmp_path: Path, every: int) -> None:
             optimizer.step()
 
     checkpoint = {"checkpoint": {"everyVersions": every}}
-    kept = tmp_path / "kept"
+    kept, kept_last = tmp_path / "kept", every % 100
     with running_job(tmp_path, checkpoints=kept, consistency=local(4), parameterServer=checkpoint) as job:
         job.run(script, workers=1)
-    assert [version for version, _ in rates[40:48]] == [10] * 4 + [every % 100 % 10] * 4
+    assert [version for version, _ in rates[40:48]] == [10] * 4 + [kept_last] * 4
     for version, rate in rates:
         assert rate == pytest.approx(0.02 * 0.9**version)
 
