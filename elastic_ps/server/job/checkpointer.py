@@ -87,7 +87,7 @@ class Checkpointer:
         limits: ServerLimits = USUAL,
     ) -> None:
         self._limits, self._problem = limits, ""
-        self._size, self._rows = 0, [0] * shards  # bytes of the model on each shard, and of each one's tables
+        self._size, self._rows = 0, dict[int, int]()  # bytes of the model on each shard; of each one's tables
         self.fenced, self.paused = False, timedelta(0)
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
@@ -371,7 +371,7 @@ class Checkpointer:
     @property
     def _allowed(self) -> float:
         """The seconds for a checkpoint. An optimizer has up to about four values for each of the model."""
-        size = 5 * self._size + max(self._rows)
+        size = 5 * self._size + max([*self._rows.values()], default=0)
         return calls.allowing(self._limits.given_up, size, SLOWEST).total_seconds()
 
     def part(self, shard: int, report: Report) -> None:
