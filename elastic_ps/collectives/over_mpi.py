@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import sys
+import termios
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +34,20 @@ class _Request:
         return bool(self._request.Test())
 
 
+def await_read(pipe: int, *, timeout: timedelta = timedelta(seconds=5)) -> None:
+    """Wait until mpirun has read what was written to this pipe, since it drops the rest when a rank aborts.
+
+    Blocks for `timeout` at most, and for a moment in any case: mpirun has yet to print what it has read.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    with suppress(OSError):  # it is no pipe
+        while int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+    time.sleep(0.2)
+
+
 @functools.cache
 def _end_all_after_errors() -> None:
     """End all ranks after an exception that ends this one. Else it would wait for them in MPI_Finalize."""
@@ -40,6 +59,7 @@ def _end_all_after_errors() -> None:
         try:
             show(*error)
             sys.stderr.flush()
+            await_read(sys.stderr.fileno())
         finally:
             if not hasattr(sys, "ps1"):  # the process goes on after an error of an interactive line
                 MPI.COMM_WORLD.Abort(1)
