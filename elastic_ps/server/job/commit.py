@@ -254,9 +254,8 @@ class CommitCoordinator:
         size = self.job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
         parts = self.job.spec.consistency.fragments or 1
         shards, least = len(self.shards), smallest_bucket(self._overlap, self.job.limits.smallest_bucket)
-        limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
-        if self.job.spec.all_reduce:  # workers have whole rows
-            limited = []
+        here = not self.job.spec.all_reduce  # else the workers, which have whole rows, limit them
+        limited = [i for i, group in enumerate(settings.groups) if here and group.get(MAX_NORM) is not None]
         try:
             known = Optimizers(self.job.spec.parameter_server.optimizers)
             kinds = known.classes_of(optimizer, len(settings.groups))

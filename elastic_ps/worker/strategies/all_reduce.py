@@ -26,7 +26,7 @@ from elastic_ps.codec.reductions import REDUCTIONS
 from elastic_ps.collectives.groups import Broken, Group, Store
 from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.settings import Settings, clip_divisor
+from elastic_ps.core.settings import KEEP_ZEROS, LIMITS, Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -349,12 +349,12 @@ class AllReduce(Strategy):
         self._replica_of = self._overlap = None
         self._adding = False
         self._sums.publish(settings.max_grad_norm)
-        with limited(
-            [
-                {**group, "params": [each for each in group["params"] if id(each) in self._trained]}
-                for group in self._optimizer.param_groups
-            ]
-        ):
+        limits = [
+            {**group, "params": [each for each in group["params"] if id(each) in self._trained]}
+            for group in self._optimizer.param_groups
+            if any(group.get(key) for key in (*LIMITS, KEEP_ZEROS))
+        ]
+        with limited(limits):
             self._make_step()
         self.under_way, self.version = None, step.version + 1
         if self._group is not None:
