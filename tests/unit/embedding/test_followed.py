@@ -55,12 +55,16 @@ class Pair:
     def stage(self, version: int, *, slow: bool, attempt: int = 0) -> None:
         self.push(version, attempt)
         now = order(version, attempt)
-        for request, body in self.rows.messages(self.shard, version, now, lambda: slow):
-            data = torch.from_numpy(np.frombuffer(body, np.uint8).copy())
-            self.standby.follow(pb.RowsRequest.FromString(request.SerializeToString()), Body(data))
+        self.send(version, now, slow=slow)
         if self.before is not None and self.version < version:
             self.standby.apply(self.version, alone(self.before))
         self.before, self.version = now, version
+
+    def send(self, version: int, now: Application, *, slow: bool = False) -> None:
+        """What the standby gets before an order."""
+        for request, body in self.rows.messages(self.shard, version, now, lambda: slow):
+            data = torch.from_numpy(np.frombuffer(body, np.uint8).copy())
+            self.standby.follow(pb.RowsRequest.FromString(request.SerializeToString()), Body(data))
 
     def push(self, version: int, attempt: int = 0) -> None:
         for worker in range(2):
@@ -133,8 +137,7 @@ def test_a_standby_drops_the_rows_that_its_shard_drops_by_time() -> None:
         # It begins with one without rows, and in other terms with one that has some, and has them no more.
         if version in (3, 20, 105):
             pair.standby, pair.rows = FollowingTables(0, 1), StandbyRows()
-        for request, body in pair.rows.messages(pair.shard, version, made, lambda: False):
-            pair.standby.follow(request, Body(torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
+        pair.send(version, made)
         pair.shard.apply(version, made)
         pair.standby.apply(version, alone(made))
         pair.require_equal(version)
@@ -156,18 +159,13 @@ def test_a_standby_without_the_rows_of_a_round_refuses_it() -> None:
 def test_a_standby_goes_on_when_a_table_appears_later() -> None:
     """It has the rows of the rounds before, which had none."""
     pair, without = Pair(), Application(0, [], 1.0, Settings(({"lr": 0.1},)))
-
-    def send(version: int, now: Application) -> None:
-        for request, body in pair.rows.messages(pair.shard, version, now, lambda: False):
-            pair.standby.follow(request, Body(torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
-
     for version in (1, 2):
-        send(version, without)
+        pair.send(version, without)
         pair.standby.require(version - 1, alone(without))
         pair.standby.apply(version - 1, alone(without))
         pair.shard.apply(version, without)
     pair.push(3)
-    send(3, order(3, 0))
+    pair.send(3, order(3, 0))
     pair.standby.require(2, alone(without))
     pair.standby.apply(2, alone(without))
     pair.shard.apply(3, order(3, 0))
