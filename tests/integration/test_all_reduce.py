@@ -641,7 +641,7 @@ def zeros_kept(weight: torch.Tensor) -> None:
 def test_limits_are_kept_also_by_a_newcomer(
     tmp_path: Path, option: dict[str, Any], limit: Callable[[torch.Tensor], None]
 ) -> None:
-    """What it gets from a peer is within the limits; else it would have another model from then on."""
+    """A peer sends it values within the limits. Otherwise their models would differ from then on."""
     data, models = Numbers(400), Models()
 
     def blank(model: torch.nn.Module) -> torch.nn.Parameter:

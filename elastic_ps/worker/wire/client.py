@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 def expelled(error: BaseException) -> bool:
-    """Whether this worker has to join again; or takes no part in the round, if only a shard says so."""
+    """Return True if this worker has to join again. A shard may also mean that it is not in the round."""
     codes = (RefusalCode.STALE_TERM, RefusalCode.STALE_INCARNATION)
     return isinstance(error, Refused) and error.code in codes
 

@@ -1,4 +1,4 @@
-"""What a rank has printed reaches mpirun before it ends all ranks."""
+"""A rank waits until mpirun has read its output, before it ends all ranks."""
 
 from __future__ import annotations
 
