@@ -467,15 +467,10 @@ def test_the_methods_of_a_script_are_those_of_a_trainer_in_a_job(tmp_path: Path,
 def test_a_share_of_the_training_is_one_of_the_workers_own_steps(tmp_path: Path) -> None:
     """One process makes 36 steps, and evaluates after 27 and at the end. A worker of two makes some 18."""
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 0.75, "save_strategy": "steps"}
-    trainers = list[Any]()
-
-    def script(session: Session) -> None:
-        trainers.append(prepare_trainer(make(tmp_path, records=48, **options), session=session))
-        trainers[-1].train()
-
     two, together = {"replicas": 2}, {"globalBatchSize": 2 * BATCH}
     with running_job(tmp_path / "job", worker=two, consistency=together, data=IN_ORDER) as job:
-        job.run(script, workers=2)
+        job.begin_together(2)
+        trainers = two_trainers(job, tmp_path, records=48, **options)
     assert [len(logged(trainer, "eval_loss")) for trainer in trainers] == [2, 2]
     assert len([*tmp_path.glob("checkpoint-*")]) == 1, "the chief saves what was trained"
 
