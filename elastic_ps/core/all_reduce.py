@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.core.membership import Member
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -81,12 +82,11 @@ class AllReduceRounds(SyncRounds):
             holds: whether it has the version.
         """
         there = self.arrived.setdefault(barrier, {})
-        if there.get(worker) == holds:
-            return False
-        there[worker] = holds
-        if barrier is Barrier.GRADIENTS:
+        new = worker not in there or (holds and worker not in self.holders)
+        there.setdefault(worker, holds)  # all of the group act on the same answers
+        if holds:
             self.holders.add(worker)
-        return True
+        return new
 
     def together(self, barrier: Barrier) -> bool:
         """Whether the whole group has reached the barrier."""
@@ -170,7 +170,7 @@ class StateHolders:
     Attributes:
         version: the version whose values the parameter server has.
         wanted: the version that a worker is to send, to be written to disk.
-        holders: the incarnations that have the job's version.
+        holders: the incarnations that have the job's version, also those of members that were dropped.
         peers: the members' data by incarnation. Departed members may remain until the next worker joins.
     """
 
@@ -183,6 +183,10 @@ class StateHolders:
         """Add a worker that has joined. `members`: the present incarnations; others are forgotten."""
         there = {number: self.peers[number] for number in members if number in self.peers}
         self.peers = {**there, incarnation: peer}
+
+    def among(self, *members: Member) -> bool:
+        """Whether one of these present or former members may have the version."""
+        return any(each.incarnation in self.holders for each in members)
 
     def refuse(self, worker: int, peer: Peer, members: dict[int, int]) -> str:
         """Why a worker cannot be in a group with the others; "" if it can.

@@ -29,6 +29,7 @@ class Member:
         joined_version, left_version: the model's version when it joined and left (None: it is present).
         outcome: "" while it is present, then `left` (said goodbye), `lost` or `hung`.
         reason: why it was declared gone.
+        silent: whether it was dropped because its lease had ended, and its process may live.
         ended: the time at which it ended; None for an incarnation of an earlier term.
         steps, records: the number of its steps and records in the model.
         late: the number of its late steps, which were dropped; see `BackupRounds`.
@@ -49,6 +50,7 @@ class Member:
     left_version: int | None = None
     outcome: str = ""
     reason: str = ""
+    silent: bool = False
     ended: float | None = None
     steps: int = 0
     records: int = 0
@@ -160,12 +162,25 @@ class Members:
         if member is not None:
             member.outcome, member.left_version = outcome, version
             member.reason, member.ended = reason, now
+            member.silent = now is not None and member.expires <= now
             self.departed = [*self.departed, member][-self.keep_departed :]
         return member
 
     def expired(self, now: float) -> list[int]:
         """The members whose lease has ended."""
         return [worker for worker, member in self.live.items() if member.expires <= now]
+
+    def may_return(self, now: float) -> list[Member]:
+        """Return members dropped as silent less than a lease ago, unless another process replaced them."""
+        since = now - self.lease.total_seconds()
+        silent = (each for each in self.departed if each.silent and (each.ended or 0.0) > since)
+        return [each for each in silent if self.live.get(each.worker, each).instance == each.instance]
+
+    def note_end(self, worker: int, instance: str) -> None:
+        """Note that a process has ended: it does not return."""
+        for member in self.departed:
+            if (member.worker, member.instance) == (worker, instance):
+                member.silent = False
 
     def all(self) -> list[Member]:
         """All present and former members, in order of joining."""

@@ -18,6 +18,7 @@ import torch
 
 from elastic_ps.checkpoint.plain import load_checkpoint
 from elastic_ps.collectives.groups import Broken, Group, Store, host_towards, require_safe
+from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused, UsageError
@@ -149,6 +150,104 @@ def test_a_newcomer_gets_the_state_from_a_peer(tmp_path: Path) -> None:
         assert steps[:3] == [1, 1, 1]
         assert 2 in steps
         assert_right(job, models, data, adam)
+
+
+def test_a_newcomer_that_has_copied_the_state_is_enough(tmp_path: Path) -> None:
+    """Its source ends before the two have made a step together."""
+    data, models = Numbers(200), Models()
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            if session.worker == 0 and step == 4:
+                job.start(1, script)
+                both_are_there(job)
+            if session.worker == 1 and not step:
+                job.declare_gone(0)
+
+        models[session.worker] = train(session, data, each=each)
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().term == 1, "no version was lost"
+        assert_right(job, models, data, adam)
+
+
+def test_a_pause_of_the_parameter_server_costs_no_version(tmp_path: Path) -> None:
+    """It finds that all leases have ended before a worker can call again."""
+    data, models = Numbers(200), Models()
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            if not step:
+                both_are_there(job)
+            if session.worker == 0 and step == 4:
+                job.let_fall_silent(0, 1)
+
+        models[session.worker] = train(session, data, each=each)
+
+    with running(tmp_path) as job:
+        job.stop_time()
+        job.run(script, workers=2)
+        assert job.status().term == 1, "no version was lost"
+        assert_right(job, models, data, adam)
+
+
+def test_a_worker_that_was_not_told_of_the_last_version_does_not_hold_it(tmp_path: Path) -> None:
+    """It is dropped before the answer comes, so nobody has made the step, and the job goes back."""
+    data, lost = Numbers(20), list[int]()
+
+    def answer(method: str, header: bytes) -> None:
+        if method == "Meet" and pb.MeetReply.FromString(header).version == 4 and not lost:
+            lost.append(job.version)
+            job.let_fall_silent(0)
+            job.let_a_lease_pass()
+            raise ConnectionLost("a test has cut the connection")
+
+    with running(tmp_path) as job:
+        job.stop_time()
+        job.through = lambda _, inner: Watched(inner, lambda *_: None, answer=answer)
+        job.run(lambda session: train(session, data), workers=1)
+        assert lost == [4]
+        assert job.status().term == 2
+        assert not check(read(job.history), Data(len(data), 1))
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_newcomer_waits_for_the_holder_of_the_version_that_fell_silent(
+    tmp_path: Path, returns: bool
+) -> None:
+    """After a lease the job goes back to its newest checkpoint."""
+    data, models = Numbers(200), Models()
+
+    def newcomer_waits() -> bool:
+        with job.coordinator.job.lock:
+            rounds, _ = job.coordinator.job.state.all_reduce
+            return bool(rounds.group == [1] and rounds.together(Barrier.STATE))
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            if session.worker == 0 and step == 4:
+                job.start(1, script)
+                both_are_there(job)
+                job.let_fall_silent(0)
+                job.until(newcomer_waits, "the newcomer lacks the version")
+                assert job.status().term == 1
+                if not returns:
+                    job.let_a_lease_pass()
+                    job.until(lambda: job.status().term == 2, "the job has gone back")
+                    raise SystemExit
+
+        models[session.worker] = train(session, data, each=each)
+
+    with running(tmp_path) as job:
+        job.stop_time()
+        job.start(0, script)
+        job.join()
+        assert job.status().term == (1 if returns else 2)
+        if returns:
+            assert_right(job, models, data, adam)
+        assert not check(read(job.history), Data(len(data), 1))
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "no checkpoints"])

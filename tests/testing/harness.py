@@ -202,6 +202,23 @@ class Job:
         """No time passes any more for shard 0: however busy the machine is, nobody is late by chance."""
         self._let_pass(timedelta(0))
 
+    def let_fall_silent(self, *workers: int) -> None:
+        """Drop these workers as if no call of theirs had come for a lease. To be called after `stop_time`."""
+        guarded = self.coordinator.job
+        with guarded.lock:
+            self.let_a_lease_pass()
+            for member in guarded.state.members.live.values():
+                if member.worker not in workers:
+                    guarded.state.members.check(member.worker, member.incarnation, guarded.clock())
+            guarded.drop_silent_and_hung(frozenset())
+        zero = self.servers[0].shard_zero
+        assert zero is not None
+        zero.commit.drive()
+
+    def let_a_lease_pass(self) -> None:
+        """More than `leaseDuration` passes. To be called after `stop_time`."""
+        self._let_pass(1.25 * self.spec.worker.lease_duration)
+
     def let_hang(self, worker: int) -> None:
         """More than `progressTimeout` passes in each round in which this worker alone keeps others waiting.
 

@@ -245,6 +245,7 @@ class MemberCalls:
             member = state.members.live.get(request.worker)
             if member is not None and member.instance == request.instance:
                 self._job.drop(member.worker, "lost")
+            state.members.note_end(request.worker, request.instance)
         self._commit.drive()
 
     # --- calls of scripts

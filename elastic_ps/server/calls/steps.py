@@ -361,6 +361,8 @@ class StepCalls:
         def decide(state: JobState) -> pb.MeetReply | Look | None:
             member = self.job.check(request.caller)
             rounds, state_holders = state.all_reduce
+            if request.holds and version == rounds.version:
+                state_holders.holders.add(member.incarnation)
             if (rounds.version, rounds.attempt) != known:
                 return None if self.job.behind else _met(state, worker)
             if request.broken and not rounds.decided:
@@ -375,13 +377,13 @@ class StepCalls:
                 text = f"worker {worker} takes no part in the round on version {version}"
                 raise Refused(RefusalCode.LATE, text)
             if rounds.meet(worker, barrier, holds=request.holds):
-                if barrier is Barrier.GRADIENTS:
-                    state_holders.holders.add(member.incarnation)
                 self.job.changed.notify_all()
             if not rounds.together(barrier) or self.job.behind:
                 return None
             if barrier is Barrier.GRADIENTS or rounds.source is not None or state.values_are_here:
                 return _met(state, worker, barrier)
+            if state_holders.among(*state.members.may_return(self.job.clock())):
+                return None
             self.job.note_course(CourseEvent.ROLL_BACK)  # no worker of the group has the version
             return Look.AGAIN
 

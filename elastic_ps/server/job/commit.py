@@ -306,7 +306,7 @@ class CommitCoordinator:
                 return False
             if not closing and time.monotonic() < self._not_before:
                 return False
-            if job.state.orphaned and not job.state.rounds.committing:
+            if job.state.orphaned(job.clock()) and not job.state.rounds.committing:
                 job.note_course(CourseEvent.ROLL_BACK)
             rolling_back, paused = job.rolling_back, job.course is Course.PAUSED
             contributions = job.state.begin_commit() if job.state.ready and not paused else []

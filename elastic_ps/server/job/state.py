@@ -182,12 +182,12 @@ class JobState:
         arrived = self.initialised or self.stage is Stage.ARRIVED
         return arrived and (self.state_holders is None or self.state_holders.version == self.version)
 
-    @property
-    def orphaned(self) -> bool:
-        """Whether nobody has the values of the version any more."""
+    def orphaned(self, now: float) -> bool:
+        """Return True if no member has the version, and no former one may return with it."""
         if self.state_holders is None or not self.initialised or self.values_are_here or self.rounds.decided:
             return False
-        return self.state_holders.holders.isdisjoint(each.incarnation for each in self.members.live.values())
+        holders, members = self.state_holders, self.members
+        return not (holders.among(*members.live.values()) or holders.among(*members.may_return(now)))
 
     @property
     def all_reduce(self) -> tuple[AllReduceRounds, StateHolders]:
@@ -577,13 +577,13 @@ class JobState:
                 member.steps, member.last_step = member.steps + (not c.assigns), c.step
                 member.staleness = staleness[c.worker]
                 member.records += sum(r.records for r in c.records)
-        if self.state_holders is not None:
-            self.state_holders.holders = sent
         self.rounds.end_commit()
         self.opened_with = None
         if any(c.assigns for c in contributions):
             self.assigned = self.version
         here = {member.incarnation for member in self.members.live.values()}
+        if self.state_holders is not None:
+            self.state_holders.holders = sent & here  # who was dropped is not told to make its step
         beginning = here & sent if self.consistency.may_be_stale else here
         self.pace.opened(here, now, beginning=beginning)
         if self.consistency.balance == "speed":

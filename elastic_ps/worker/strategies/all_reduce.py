@@ -87,9 +87,8 @@ class AllReduce(Strategy):
         specs = zip(flat.tensors, flat.layout.tensors, strict=True)
         self._trained = {id(tensor) for tensor, spec in specs if spec.rule is Rule.GRADIENT}
         self._present: dict[int, Sequence[bool]] = {}
-        self._attempt = 0
         self._replica_of: tuple[int, int] | None = None  # the term and version of which this replica is
-        self._settled: tuple[int, int] | None = None  # the attempt in which all of the group got the version
+        self._settled: tuple[int, int] | None = None  # the version and attempt whose group has the version
         self._group: _Group | None = None
         self._left: list[Group] = []  # groups in which an operation is still under way
         self._open: pb.MeetReply | None = None  # the open round, as it was when this worker had its version
@@ -154,7 +153,7 @@ class AllReduce(Strategy):
         if contributor:
             self._enter(version)
             return
-        met = self._client.meet(self._client.member_id, version, None)
+        met = self._client.meet(self._client.member_id, version, None, holds=self.has(version))
         self._learn(met)
         if met.values_are_here and met.version == version and not self.has(version):
             self._take_over(version)
@@ -169,8 +168,11 @@ class AllReduce(Strategy):
         for bucket in self._flat.layout.pushed[self._sums.begun if self._adding else 0 :]:
             self._require_finite(bucket)
         while True:
+            version, attempt = self._settled or (None, None)
+            if version != step.version:
+                attempt = None
             met = self._client.meet(
-                step.member_id, step.version, self._attempt, barrier=Barrier.GRADIENTS, holds=True
+                step.member_id, step.version, attempt, barrier=Barrier.GRADIENTS, holds=True
             )
             if met.version != step.version:
                 raise Refused(RefusalCode.LATE, f"version {met.version} is made without this worker's step")
@@ -182,7 +184,7 @@ class AllReduce(Strategy):
                     met = self._tell_broken(met, problem)
                 else:
                     ended = (step, ending)
-                    met = self._client.meet(step.member_id, step.version, self._attempt, ended=ended)
+                    met = self._client.meet(step.member_id, step.version, met.attempt, ended=ended)
             if met.version > step.version:
                 break
             self._settle(met)
@@ -218,12 +220,12 @@ class AllReduce(Strategy):
         """Take over the open round. Blocks until all of its workers have its version."""
         while True:
             version = met.version
-            self._attempt = met.attempt
             self._learn(met)
             if met.send and self.has(version):
                 self._replica.send(version)
             self._open = None if met.lacking else met
             if not met.lacking or self._settled == (version, met.attempt):
+                self._settled = version, met.attempt
                 return
             member_id, holds = self._client.member_id, self.has(version)
             met = self._client.meet(member_id, version, met.attempt, barrier=Barrier.STATE, holds=holds)
@@ -236,7 +238,14 @@ class AllReduce(Strategy):
                     met = self._tell_broken(met, problem)
                 else:
                     self._settled = (version, met.attempt)
-                    return
+                    if holds or not self.has(version):
+                        return
+                    # If its source ends now, nobody but this worker has the version.
+                    met = self._client.meet(
+                        member_id, version, met.attempt, barrier=Barrier.STATE, holds=True
+                    )
+                    if met.version != version:
+                        return
 
     def _share(self, met: pb.MeetReply) -> None:
         """Give the version to the workers that lack it. Raises Broken."""

@@ -176,6 +176,16 @@ def test_two_groups_never_have_the_same_attempt() -> None:
                 assert told.setdefault((rounds.version, rounds.attempt), group) == group, seed
 
 
+def test_who_has_copied_the_version_holds_it_and_the_barrier_is_as_it_was() -> None:
+    rounds = rounds_of(0, 1)
+    rounds.meet(0, Barrier.STATE, holds=True)
+    rounds.meet(1, Barrier.STATE, holds=False)
+    assert rounds.meet(1, Barrier.STATE, holds=True)
+    assert not rounds.meet(1, Barrier.STATE, holds=True), "it is known"
+    assert rounds.arrived[Barrier.STATE] == {0: True, 1: False}
+    assert not rounds.part(0), "worker 1 has it, too"
+
+
 def test_a_worker_with_another_torch_is_refused() -> None:
     state_holders = StateHolders(peers={7: Peer("a:1", "2.13.0"), 8: Peer("b:1", "2.13.0")})
     assert not state_holders.refuse(2, Peer("c:1", "2.13.0"), {0: 7, 1: 8})

@@ -147,3 +147,26 @@ def test_what_is_done_to_a_copy_is_not_done_to_the_members(members: Members) -> 
     assert [member.outcome for member in other.all()] == ["left", "lost"]
     assert members.live == {1: here}
     assert (gone.steps, here.steps, here.outcome) == (0, 0, "")
+
+
+def test_who_fell_silent_may_return_for_a_lease(members: Members) -> None:
+    silent, ended = join(members, 0), join(members, 1)
+    members.remove(1, outcome="lost", version=6, now=5.0)
+    members.remove(0, outcome="lost", version=6, now=10.0)
+    assert not ended.silent
+    assert members.may_return(19.0) == [silent]
+    assert members.may_return(20.0) == []
+
+
+@pytest.mark.parametrize("what", ["it has ended", "another process is the worker", "it has come back"])
+def test_who_fell_silent_may_not_return_in_place_of_another(members: Members, what: str) -> None:
+    members.join(0, pid=1, host="here", version=5, now=0.0, instance="first")
+    members.remove(0, outcome="lost", version=6, now=10.0)
+    if what == "it has ended":
+        members.note_end(0, "another")
+        assert members.may_return(11.0)
+        members.note_end(0, "first")
+    else:
+        instance = "first" if what == "it has come back" else "second"
+        members.join(0, pid=1, host="here", version=6, now=11.0, instance=instance)
+    assert bool(members.may_return(11.0)) == (what == "it has come back")
