@@ -355,6 +355,10 @@ class ServerStatus(CamelModel):
         description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0. 0 if "
         "none was chosen.",
     )
+    traffic: Traffic = Field(
+        default_factory=Traffic,
+        description="The traffic of all workers since the last start of the parameter server.",
+    )
     tables: list[TableStatus] = Field(
         default_factory=list, description="The tables that grow, with their rows on all parameter servers."
     )
@@ -377,11 +381,6 @@ class ServerStatus(CamelModel):
         """Whether scripts use `session.server` but no model so far, so that there is no progress to show."""
         nothing = self.progress.records_expected is None and not self.progress.version
         return self.ready and not self.members and nothing
-
-    @property
-    def traffic(self) -> Traffic:
-        """The traffic of all workers that this parameter server knows of."""
-        return sum((member.traffic for member in self.members), Traffic())
 
     @property
     def begun(self) -> bool:

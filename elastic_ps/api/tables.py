@@ -10,7 +10,7 @@ from elastic_ps.api.fields import CamelModel
 
 
 class TableStatus(CamelModel):
-    """The rows of a table that grows, and what has happened to them since the parameter servers' start."""
+    """The rows of a table that grows, and what has happened to them in this term."""
 
     name: str = Field(description="The table's name.")
     rows: int = Field(default=0, description="Rows of the table.")
@@ -49,10 +49,12 @@ class TableRows(CamelModel):
     rows: int = Field(default=0, description="Rows of the table.")
     size_bytes: int = Field(default=0, description="Memory of the table, in bytes.")
     admitted: int = Field(
-        default=0, description="Rows that were created since the start of the parameter servers."
+        default=0,
+        description="Rows created since the parameter servers started, or went back to a checkpoint.",
     )
     expired: int = Field(
-        default=0, description="Rows that were dropped since the start of the parameter servers."
+        default=0,
+        description="Rows dropped since the parameter servers started, or went back to a checkpoint.",
     )
 
     @classmethod

@@ -124,6 +124,7 @@ class ShardZero:
                     problem=self._reconfiguration.problem,
                 ),
                 bucket_bytes=state.bucket_bytes,
+                traffic=job.traffic,
                 tables=self.commit.tables,
                 standbys=[standing is StandbyState.WHOLE for standing in self.commit.standings],
                 members=[status.member_status(state, member, now) for member in state.members.all()],

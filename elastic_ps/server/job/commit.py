@@ -437,7 +437,7 @@ class CommitCoordinator:
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)
             with job.lock:
-                job.state = job.blank(self.checkpoints.term)
+                job.replace(job.blank(self.checkpoints.term))
         except (TransportError, Refused, CheckpointError) as error:
             self._back_off()
             self.checkpoints.failed(
@@ -502,7 +502,7 @@ class CommitCoordinator:
         if mutable.replaces(job.mutable):
             self.checkpoints.tune(mutable.checkpoint)
         with job.lock:
-            job.state = state
+            job.replace(state)
             job.tune(mutable)
             self.standings = [None for _ in self._standbys]  # nothing is known yet of this term
             self.queued, self.tables = frozenset(), []

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields
+from elastic_ps.api.traffic import Traffic
 from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import COURSES, ORDER_STATES, Course, CourseEvent, OrderEvent, OrderState
@@ -49,7 +50,7 @@ class Guarded:
         ticking: another condition of the lock, for the ticker. A round does not notify it.
         grace_until: the time by `clock` until which the open round waits for late workers, as computed last;
             None: it does not wait for a certain time.
-        state: replaced when the job goes back to a checkpoint.
+        state: replaced when the job goes back to a checkpoint; see `replace`.
         course: whether the job makes versions and answers calls.
         order: whether the shards know the state of the round.
     """
@@ -69,7 +70,7 @@ class Guarded:
         self.clock = clock or time.monotonic
         self.lock = threading.RLock()
         self.changed, self.ticking = threading.Condition(self.lock), threading.Condition(self.lock)
-        self.state = self.blank(term)
+        self.state, self._ended_traffic = self.blank(term), Traffic()
         self.grace_until: float | None = None
         self.course, self.order = Course.RUNNING, OrderState.SENT
 
@@ -117,6 +118,16 @@ class Guarded:
         # If all checkpoints were lost, the same term was begun before. Its workers must not pass for members.
         state.members.last_incarnation += secrets.randbits(31)
         return state
+
+    def replace(self, state: JobState) -> None:
+        """Continue with this state, which has no members. The lock is held."""
+        self.state, self._ended_traffic = state, self.traffic
+
+    @property
+    def traffic(self) -> Traffic:
+        """The traffic of all workers since this object was created. It never falls. The lock is held."""
+        live = self.state.members.live.values()
+        return sum((Traffic(**member.traffic) for member in live), self._ended_traffic)
 
     def tune(self, mutable: MutableFields) -> None:
         """Use these mutable fields from now on. The lock is held."""
@@ -200,8 +211,9 @@ class Guarded:
     def drop(self, worker: int, outcome: str, reason: str = "") -> None:
         """Remove a member. The lock is held."""
         state, attempt = self.state, self.state.rounds.attempt
-        if state.drop(worker, outcome, reason, self.clock()) is None:
+        if (member := state.drop(worker, outcome, reason, self.clock())) is None:
             return
+        self._ended_traffic += Traffic(**member.traffic)
         if state.model is None:  # there is no need to go back to a checkpoint
             self.note_course(CourseEvent.RESTORE)
         why = f": {reason}" if reason else ""

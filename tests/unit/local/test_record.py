@@ -89,8 +89,8 @@ def test_a_problem_of_the_parameter_server_is_told_once_though_its_numbers_chang
 def test_whether_gradients_are_sent_during_backward_is_told_when_it_is_known_and_when_it_changes() -> None:
     record = Record()
     for version, overlap in enumerate(("", "they are", "they are", "", "they are not: the mode is async")):
-        sent = member(0).model_copy(update={"traffic": Traffic(overlap=overlap)})
-        record.add(status(version).model_copy(update={"members": [sent]}), elapsed=1.0)
+        sent = {"traffic": Traffic(overlap=overlap)}
+        record.add(status(version).model_copy(update=sent), elapsed=1.0)
     told = [(event.version, event.text) for event in record.events if event.kind == "process"]
     assert told == [(1, "they are"), (4, "they are not: the mode is async")]
 

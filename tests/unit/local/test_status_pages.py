@@ -17,6 +17,7 @@ import pytest
 
 from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus, Staleness
 from elastic_ps.api.tables import TableStatus
+from elastic_ps.api.traffic import Traffic
 from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.process.listening import HttpServer
@@ -162,14 +163,14 @@ def test_pages_are_served_where_there_is_no_ipv6(monkeypatch: pytest.MonkeyPatch
 def test_metrics_count_what_the_status_says() -> None:
     def member(worker: int, state: str) -> MemberStatus:
         fields = {"worker": worker, "incarnation": worker, "pid": 1, "host": "here", "joined_version": 0}
-        traffic = {"pushed_bytes": 100 + worker, "decode_seconds": 0.5}
-        return MemberStatus.model_validate({**fields, "state": state, "traffic": traffic})
+        return MemberStatus.model_validate({**fields, "state": state})
 
     status = status_of(ready=True).model_copy(
         update={
             "progress": Progress(version=7, records_applied=70, samples_per_second=2.5, durable_version=6),
             "durable_age_seconds": 1.5,
             "checkpoint_pause_seconds": 0.25,
+            "traffic": Traffic(pushed_bytes=303, decode_seconds=1.5),
             "members": [member(0, "training"), member(1, "idle"), member(2, "lost")],
         }
     )

@@ -17,7 +17,7 @@ from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, explained, holds, model_lost, turned, with_counts
-from elastic_ps.api.status import MemberStatus, Progress, ServerStatus, TrainingJobStatus, WorkerStatus
+from elastic_ps.api.status import Progress, ServerStatus, TrainingJobStatus, WorkerStatus
 from elastic_ps.api.tables import MOST_LISTED, TableStatus
 from elastic_ps.api.traffic import Traffic
 from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
@@ -138,22 +138,24 @@ def test_kubectl_get_has_the_reason_that_says_most(
     assert explained(status).summary.reason == reason
 
 
-def sender(worker: int, **counts: Any) -> MemberStatus:
-    plain = {"pushed_plain_bytes": 400, "pulled_plain_bytes": 400}
-    traffic = Traffic.model_validate({**plain, **counts})
-    host = f"digits-worker-{worker}"
-    return MemberStatus(
-        worker=worker, incarnation=1, pid=7, host=host, state="training", joined_version=0, traffic=traffic
-    )
+def sent(**counts: Any) -> Traffic:
+    return Traffic.model_validate({"pushed_plain_bytes": 400, "pulled_plain_bytes": 400, **counts})
+
+
+def tell_traffic(simulation: Simulation, traffic: Traffic) -> None:
+    """The parameter server says that this was the traffic."""
+    tell(simulation)
+    assert simulation.server is not None
+    simulation.server = simulation.server.model_copy(update={"traffic": traffic})
 
 
 def test_the_status_says_how_many_bytes_all_workers_have_sent() -> None:
     """It is kept when the parameter server has just come back, and when the job has ended."""
     simulation = running(worker={"replicas": 2})
     assert "traffic" not in simulation.status
-    first = sender(0, pushed_bytes=100, pulled_bytes=200, encode_seconds=1.5, codec="int8")
-    second = sender(1, pushed_bytes=60, pulled_bytes=200, decode_seconds=0.25, codec="topk")
-    tell(simulation, first, second)
+    first = sent(pushed_bytes=100, pulled_bytes=200, encode_seconds=1.5, codec="int8")
+    second = sent(pushed_bytes=60, pulled_bytes=200, decode_seconds=0.25, codec="topk")
+    tell_traffic(simulation, first + second)
     simulation.settle()
     expected: dict[str, Any] = {
         "pushedBytes": 160,
@@ -169,13 +171,13 @@ def test_the_status_says_how_many_bytes_all_workers_have_sent() -> None:
     simulation.settle()
     expected["bucketBytes"] = 65536
     assert simulation.status["traffic"] == expected
-    sent = {"push_seconds": 2.0, "hidden_seconds": 1.5, "overlap": "gradients are sent early"}
-    tell(simulation, sender(0, pushed_bytes=100, **sent))
+    hidden = {"push_seconds": 2.0, "hidden_seconds": 1.5, "overlap": "gradients are sent early"}
+    tell_traffic(simulation, sent(pushed_bytes=100, **hidden))
     simulation.settle()
     said = simulation.status["traffic"]
     assert (said["overlap"], said["hiddenShare"]) == ("gradients are sent early", 0.75)
     expected = said
-    tell(simulation, sender(0, pushed_plain_bytes=0, pulled_plain_bytes=0))
+    tell_traffic(simulation, Traffic())
     simulation.settle()
     assert simulation.status["traffic"] == expected
     finish(simulation)
@@ -351,7 +353,7 @@ def test_a_server_that_has_no_model_yet_waits_for_workers() -> None:
 def test_the_status_has_the_rows_of_the_largest_tables() -> None:
     """They are kept when the parameter server has just come back, and when the job has ended."""
     simulation = running(worker={"replicas": 1})
-    tell(simulation, sender(0))
+    tell(simulation)
     simulation.settle()
     assert "tables" not in simulation.status
     assert simulation.server is not None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.core.overlap import Overlap
+from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.shards.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
@@ -156,3 +157,27 @@ def test_what_a_worker_has_sent_is_told_with_its_steps() -> None:
         counts.overlap = "anything"
         worker.push(1, 1, finish=worker.finishing(1, worker.take(), traffic=counts))
         assert server.status().traffic.overlap == str(Overlap.USED), "a name that means nothing is ignored"
+
+
+def test_traffic_never_falls_though_workers_end_and_the_job_goes_back() -> None:
+    """Prometheus would take a lower count for a restart, and add all of it once more."""
+    with serving(environment(worker={"replicas": 2})) as (listener, server):
+
+        def sent(worker: Worker, version: int, attempt: int) -> int:
+            """The bytes that all have sent after a step of this worker, which has sent 16."""
+            worker.start()
+            ending = worker.finishing(0, worker.take(), attempt=attempt, traffic=pb.Traffic(pushed_bytes=16))
+            worker.push(0, version, attempt=attempt, finish=ending)
+            return server.status().traffic.pushed_bytes
+
+        worker, other = Worker(listener), Worker(listener, 1)
+        assert sent(worker, 0, 0) == 16
+        worker.ask(pb.GoneRequest(job="job", worker=0, instance=worker.instance))
+        assert sent(other, 1, 1) == 32
+        assert server.shard_zero is not None
+        job = server.shard_zero.job
+        with job.lock:
+            job.note_course(CourseEvent.ROLL_BACK)
+        eventually(lambda: server.status().term > 1, "there is no checkpoint, so the job begins anew")
+        assert server.status().traffic.pushed_bytes == 32
+        assert sent(Worker(listener), 0, 0) == 48
