@@ -128,7 +128,7 @@ def make_version(client: Client, layout: Layout, records: int) -> None:
 
 def wait_for(client: Client, version: int, layout: Layout) -> float:
     """Blocks until the values are there; returns when that was."""
-    wanted = pb.PullRequest(version=version, buckets=[b.index for b in layout.buckets], brief=True)
+    wanted = pb.PullRequest(version=version, buckets=[b.index for b in layout.buckets])
     while True:
         arrived = 0
         for reply, body in client.pull(client.member_id, 0, wanted):

@@ -548,7 +548,7 @@ class Traffic(_message.Message):
     def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., codec: _Optional[str] = ..., hidden_seconds: _Optional[float] = ..., overlap: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held", "draft_settings", "drafts", "brief")
+    __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held", "draft_settings", "drafts")
     class DraftsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -564,7 +564,6 @@ class PullRequest(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     DRAFT_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
-    BRIEF_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     version: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
@@ -573,8 +572,7 @@ class PullRequest(_message.Message):
     held: int
     draft_settings: str
     drafts: _containers.ScalarMap[int, int]
-    brief: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., draft_settings: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ..., brief: bool = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., draft_settings: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta", "steps", "last", "standing")

@@ -113,11 +113,11 @@ class ShardService:
             assert isinstance(item, Pulled)
             version = item.version
             reply, body = answer_of(shard, item)
-            reply.last = request.brief and item.last
-            if reply.last:
+            if item.last:
+                reply.last = True
                 self._end_pull(reply, request, caller)
-            yield Frame(reply.SerializeToString(), body, last=reply.last)
-            if reply.last:
+            yield Frame(reply.SerializeToString(), body, last=item.last)
+            if item.last:
                 return
         end = pb.PullReply(done=True, version=version)
         self._end_pull(end, request, caller)

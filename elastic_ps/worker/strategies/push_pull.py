@@ -502,7 +502,6 @@ class PushPull(Strategy):
         """One try to get what is still missing. Returns whether all of it has arrived."""
         wanted = pb.PullRequest()
         wanted.CopyFrom(pull.wanted)
-        wanted.brief = True
         with self._lock:
             wanted.buckets[:] = missing = [b for b in wanted.buckets if b in self._progress.missing]
             wanted.drafts.update(self._drafts.numbers(missing))

@@ -62,7 +62,7 @@ class Replica:
 
     def _fetch_once(self, version: int, missing: set[int]) -> None:
         """One call. Removes the buckets that have come from `missing`. Raises only if none has come."""
-        wanted = pb.PullRequest(version=version, buckets=sorted(missing), brief=True)
+        wanted = pb.PullRequest(version=version, buckets=sorted(missing))
         size = sum(self._flat.layout.buckets[index].nbytes for index in missing)
         try:
             for reply, incoming in self._client.pull(self._client.member_id, 0, wanted, size):

@@ -55,10 +55,10 @@ def test_a_whole_training_by_hand(listener: InprocServer, worker: Worker) -> Non
     assert worker.values(0) == [0.0] * 4
     for step, version in ((0, 0), (1, 1)):
         assert worker.step(step, loss=0.5 - step / 4, accuracy=0.25).version == version
-        (bucket, values), (done, _) = worker.pull(version + 1)
-        assert (bucket.bucket, bucket.version, list(values)) == (0, version + 1, [-float(version + 1)] * 4)
-        assert (done.done, done.version, done.stopped) == (True, version + 1, "")
-        assert json.loads(done.settings)["groups"] == [{"lr": 1.0}]
+        ((reply, values),) = worker.pull(version + 1)
+        assert (reply.bucket, reply.version, list(values)) == (0, version + 1, [-float(version + 1)] * 4)
+        assert (reply.last, reply.stopped) == (True, "")
+        assert json.loads(reply.settings)["groups"] == [{"lr": 1.0}]
     end = worker.take()
     assert (end.finished, end.chief, end.version) == (True, True, 2)
     assert worker.answer(pb.Done, pb.LeaveRequest(caller=worker.caller(call=worker.calls + 1)))
@@ -599,14 +599,15 @@ def test_a_process_that_has_ended_is_no_member(listener: InprocServer, worker: W
         worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
 
 
-def test_a_pull_may_be_answered_with_its_last_bucket(worker: Worker) -> None:
-    worker.step(0)
-    ((reply, values),) = worker.pull(1, brief=True)
-    assert reply.last
-    assert (reply.bucket, reply.version, values.tolist()) == (0, 1, [-1.0] * 4)
-    (bucket, _), (done, _) = worker.pull(1)
-    assert not bucket.last
-    assert (done.done, done.settings) == (True, reply.settings)
+def test_a_large_bucket_is_not_the_last_answer_to_a_pull() -> None:
+    """Shard 0 says afterwards whether the worker took part until the bucket was sent."""
+    with serving(environment(), limits=ServerLimits(small_pull=0)) as (listener, _):
+        worker = Worker(listener)
+        worker.start()
+        worker.step(0)
+        (bucket, _), (done, _) = worker.pull(1, contributor=True)
+        assert (bucket.bucket, bucket.last) == (0, False)
+        assert (done.done, done.version, json.loads(done.settings)["groups"]) == (True, 1, [{"lr": 1.0}])
 
 
 def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) -> None:
@@ -619,10 +620,10 @@ def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) 
         pull=pb.PullRequest(caller=worker.caller(), version=1, buckets=[0], contributor=False),
     )
     for _ in range(2):  # the second one is repeated, as its answer was lost
-        (bucket, values), (done, _) = worker.ask(request, torch.ones(4))
-        assert pb.PullReply.FromString(bucket).version == 1
+        ((header, values),) = worker.ask(request, torch.ones(4))
+        reply = pb.PullReply.FromString(header)
+        assert (reply.version, reply.last) == (1, True)
         assert values.tolist() == [-1.0] * 4
-        assert pb.PullReply.FromString(done).done
     with pytest.raises(Refused) as refused:
         worker.push(0, 0)
     assert code(refused) is RefusalCode.STALE_ATTEMPT, "this one ends no step"
@@ -671,7 +672,7 @@ def test_elsewhere_nobody_asks_what_to_do_after_a_step(worker: Worker) -> None:
 
 def test_who_pulls_as_a_contributor_must_take_part(worker: Worker) -> None:
     taken = worker.take()
-    assert worker.pull(0, contributor=True)[-1][0].done
+    assert worker.pull(0, contributor=True)[-1][0].last
     worker.incarnation += 1
     with pytest.raises(Refused) as refused:
         worker.pull(0, contributor=True)

@@ -106,7 +106,7 @@ class ShardedWorker(Worker):
         """Every shard has the version, and it is made of that many steps."""
         for shard in SHARDS:
             request = pb.PullRequest(caller=self.caller(), version=version, buckets=[shard])
-            (header, values), _ = self.ask(request, shard=shard)
+            ((header, values),) = self.ask(request, shard=shard)
             assert pb.PullReply.FromString(header).version == version
             assert torch.equal(values, torch.full((ELEMENTS,), -version * (1.0 + shard)))
 
