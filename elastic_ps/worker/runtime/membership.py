@@ -285,7 +285,7 @@ class Membership:
                 if not expelled(refusal):
                     raise
                 logger.warning("joining again: %s", refusal)
-            joined = self._join_anew(strategy, again=not own)
+            joined = self._join_anew(again=not own)
 
     def _adopt(self, joined: pb.JoinReply) -> None:
         """Take over this incarnation, and the mutable fields of this term of the job.
@@ -338,14 +338,13 @@ class Membership:
         unchanged = all(bucket.rule in (Rule.GRADIENT, Rule.CONSTANT) for bucket in flat.layout.buckets)
         return unchanged and not (self.spec.steps_on_workers or self._codecs.encodes_values)
 
-    def _join_anew(self, strategy: Strategy, *, again: bool) -> pb.JoinReply:
+    def _join_anew(self, *, again: bool) -> pb.JoinReply:
         """Begin another incarnation. Blocks. `again`: the model no longer has its first values."""
         described, settings = self._described, self.schedule.current() if again else self._settings
         joined = self.world.decide(
             "its next join",
             lambda: self.client.join(described.every, described.optimizer, settings, again=again),
         )
-        strategy.reset()
         self._adopt(joined)
         return joined
 
@@ -364,9 +363,8 @@ class Membership:
         logger.warning("joining again: %s", reason)
         while True:
             self.drop_all()
-            self.strategy.reset()
             first = None if self.version or self.strategy.has_newer else self._first
-            joined = self._join_anew(self.strategy, again=first is None)
+            joined = self._join_anew(again=first is None)
             version = joined.version
             try:
                 if joined.initialise and first is not None:
@@ -407,6 +405,7 @@ class Membership:
         self.steps += 1
         self.working.note(Event.DROP)
         self.forget(lost=True)
+        self.strategy.reset()
 
     def forget(self, *, lost: bool = False) -> None:
         """Leave what the script has in hand to others. `lost`: the script has not asked for that."""

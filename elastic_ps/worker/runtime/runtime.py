@@ -298,7 +298,6 @@ class Runtime(Membership):
             late = refusal.code is RefusalCode.LATE
             if late and not self.spec.consistency.waits_for_all:
                 self.drop_all()
-                self.strategy.reset()
             elif late or self._is_left_out(refusal):
                 # Some of the version may have arrived: pull what there is.
                 logger.info("the step is dropped: the round is made without this worker")
@@ -340,7 +339,6 @@ class Runtime(Membership):
         """
         self.drop_all()
         self.working.note(Event.GIVE_UP)
-        self.strategy.reset()
 
     def _is_left_out(self, refusal: Refused) -> bool:
         """Whether this worker takes no part in the round any more, though it is a member: see `assign`."""
