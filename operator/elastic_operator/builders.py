@@ -146,6 +146,8 @@ def pod(
     pod_spec["tolerations"] = with_tolerations(pod_spec.get("tolerations") or [])
     if avoid:
         _prefer_others(pod_spec, avoid)
+    if pod_spec.get("hostNetwork"):
+        pod_spec.setdefault("dnsPolicy", "ClusterFirstWithHostNet")  # else Services have no names there
     pod_spec["restartPolicy"] = {"worker": "Never", "evaluator": "OnFailure"}.get(role, "Always")
     more = own.get("metadata")
     extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}

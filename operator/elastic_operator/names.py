@@ -95,6 +95,11 @@ def worker_network_policy(job: str) -> str:
     return f"{job}-workers"
 
 
+def host_network_policy(job: str) -> str:
+    """The NetworkPolicy that lets pods with hostNetwork reach the job's servers."""
+    return f"{job}-host-network"
+
+
 def labels(job: str) -> dict[str, str]:
     """The labels of all objects of the job."""
     return {

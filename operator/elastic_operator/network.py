@@ -4,6 +4,9 @@ The job's own pods may reach the data ports; the operator and other named peers 
 kubelet needs no rule, since a policy never keeps a node from its pods. Workers usually listen on no port, so
 ports of side-cars stay reachable. With `strategy: all-reduce` they listen on ports that the system chooses,
 and only the job's other workers may reach their ports.
+
+Most network plugins take a pod with `hostNetwork` for its node, which no selector of pods finds. So if a job
+has such pods, everybody may reach its data ports, where certificates say who is who.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_operator import names
+from elastic_operator.builders import SERVERS, template
 from elastic_operator.manifests import Manifest, metadata
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.contract.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
+from elastic_ps.contract.env import CONTAINER, DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
 
 
 def policies(
@@ -25,6 +29,9 @@ def policies(
     found = {names.network_policy(name): policy(job, http_from)}
     if spec.all_reduce:
         found[names.worker_network_policy(name)] = among_workers(job)
+    if any((template(spec, role).get("spec") or {}).get("hostNetwork") for role in CONTAINER):
+        manifest = _manifest(job, names.host_network_policy(name), _servers(name), [{"ports": _DATA_PORTS}])
+        found[names.host_network_policy(name)] = manifest
     return found
 
 
@@ -34,14 +41,12 @@ def policy(job: Mapping[str, Any], http_from: Sequence[Mapping[str, Any]]) -> Ma
     ingress = [
         {
             "from": [{"podSelector": {"matchLabels": {names.JOB_LABEL: name}}}],
-            "ports": [_port(DEFAULT_PORT), _port(DEFAULT_DATA_PORT)],
+            "ports": _DATA_PORTS,
         }
     ]
     if http_from:  # an empty list would admit everybody
         ingress.append({"from": [dict(peer) for peer in http_from], "ports": [_port(DEFAULT_HTTP_PORT)]})
-    servers = {"key": names.ROLE_LABEL, "operator": "In", "values": ["ps", "standby"]}
-    selector = {"matchLabels": {names.JOB_LABEL: name}, "matchExpressions": [servers]}
-    return _manifest(job, names.network_policy(name), selector, ingress)
+    return _manifest(job, names.network_policy(name), _servers(name), ingress)
 
 
 def among_workers(job: Mapping[str, Any]) -> Manifest:
@@ -49,6 +54,11 @@ def among_workers(job: Mapping[str, Any]) -> Manifest:
     name = job["metadata"]["name"]
     workers = {"matchLabels": {names.JOB_LABEL: name, names.ROLE_LABEL: "worker"}}
     return _manifest(job, names.worker_network_policy(name), workers, [{"from": [{"podSelector": workers}]}])
+
+
+def _servers(name: str) -> Manifest:
+    servers = {"key": names.ROLE_LABEL, "operator": "In", "values": [*SERVERS]}
+    return {"matchLabels": {names.JOB_LABEL: name}, "matchExpressions": [servers]}
 
 
 def _manifest(job: Mapping[str, Any], name: str, selector: Manifest, ingress: Sequence[Manifest]) -> Manifest:
@@ -62,3 +72,6 @@ def _manifest(job: Mapping[str, Any], name: str, selector: Manifest, ingress: Se
 
 def _port(number: int) -> Manifest:
     return {"port": number, "protocol": "TCP"}
+
+
+_DATA_PORTS = [_port(DEFAULT_PORT), _port(DEFAULT_DATA_PORT)]

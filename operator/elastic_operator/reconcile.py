@@ -296,9 +296,7 @@ def _network(
         return
     for name, manifest in network.policies(job, desired.spec, options.http_from).items():
         if name not in observed.policies:
-            yield Create(
-                "NetworkPolicy", name, manifest, "it lets only the job's own pods reach its data ports"
-            )
+            yield Create("NetworkPolicy", name, manifest, "it says who may reach the job's pods")
 
 
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:

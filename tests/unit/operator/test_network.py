@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import kubernetes_validate
 import pytest
 
 from elastic_operator import network
+from elastic_operator.permissions import Permissions, Policy
 from elastic_operator.plan import Create, Options
 from elastic_operator.settings import parse
 from tests.testing.api_server import ApiServer
@@ -61,6 +63,28 @@ def test_workers_that_add_up_gradients_are_open_to_each_other_alone() -> None:
     for pod in simulation.pods.values():
         selected = workers["matchLabels"].items() <= pod["metadata"]["labels"].items()
         assert selected == ("-worker-" in pod["metadata"]["name"])
+
+
+def test_pods_on_the_host_network_reach_the_servers_whose_names_they_can_look_up() -> None:
+    """Selectors of pods do not find them, and the DNS of a node does not know Services."""
+    simulation = Simulation(job_document(worker={"replicas": 1}))
+    permitted = Policy({"default": Permissions(host_namespaces=True)})
+    simulation.options = replace(GUARDED, policy=permitted)
+    simulation.settle()
+    assert simulation.policies == {"digits-servers"}
+    template = {"spec": {"hostNetwork": True}}
+    simulation.edit(worker={"replicas": 2, "template": template})
+    plan = simulation.plan()
+    (created,) = (a for a in plan.actions if isinstance(a, Create) and a.kind == "NetworkPolicy")
+    assert created.name == "digits-host-network"
+    kubernetes_validate.validate(created.manifest, VERSION, strict=True)
+    (rule,) = created.manifest["spec"]["ingress"]
+    assert ([port["port"] for port in rule["ports"]], "from" in rule) == ([2222, 2223], False)
+    servers = network.policy(job_document(), [])["spec"]["podSelector"]
+    assert created.manifest["spec"]["podSelector"] == servers
+    simulation.settle()
+    assert simulation.pods["digits-worker-1"]["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert "dnsPolicy" not in simulation.pods["digits-ps-0"]["spec"]
 
 
 def test_the_policy_comes_before_the_servers_and_comes_again() -> None:
