@@ -35,7 +35,7 @@ from elastic_ps.transport import tcp
 from elastic_ps.transport.base import Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcServer
-from elastic_ps.transport.line import HEAD, Kind
+from elastic_ps.transport.line import HEAD, LineKind
 from elastic_ps.transport.stream import GREETING
 from elastic_ps.transport.tcp import TcpServer
 from elastic_ps.transport.wire import messages
@@ -49,7 +49,7 @@ ALERT = b"\x15"
 """The first byte of what TLS sends to say why it hangs up."""
 
 METHOD = b"ask"
-FRAMES = GREETING + HEAD.pack(Kind.CALL, 0, len(METHOD), 0, 0, 0, 0) + METHOD
+FRAMES = GREETING + HEAD.pack(LineKind.CALL, 0, len(METHOD), 0, 0, 0, 0) + METHOD
 """A whole call over tcp."""
 
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

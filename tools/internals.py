@@ -33,7 +33,7 @@ raises `ImpossibleTransition`. These pictures show the tables.
 MACHINES: Mapping[str, Transitions[Any, Any]] = {
     "A round (`core.consistency`)": consistency.PHASES,
     "A worker in its job, and its step (`core.working`)": working.WORKER,
-    "A worker's part in the rounds (`data.states`)": states.PARTS,
+    "A worker's presence in the rounds (`data.states`)": states.PRESENCES,
     "The place of a worker's script in its loop over epochs (`data.states`)": states.LOOPS,
     "The last batch that the script got (`data.states`)": states.HANDS,
     "The model, which the first worker or a checkpoint brings (`core.stages`)": stages.STAGES,

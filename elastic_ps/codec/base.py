@@ -163,7 +163,7 @@ def few(codec: Codec, encoded: Encoded, elements: int) -> Sparse | None:
     return None if found is None or found.values.numel() * FEW > elements else found.within(elements)
 
 
-class Part(NamedTuple):
+class PackedTensor(NamedTuple):
     """A tensor of an encoded gradient: its name, dtype and number of elements."""
 
     name: str
@@ -186,7 +186,7 @@ class Packed(NamedTuple):
     `codec` is the name that the other side expects.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PackedTensor, ...]
     values: str
     body: Sequence[memoryview] = ()
     codec: str = ""
@@ -226,7 +226,7 @@ class Payload:
 def pack(encoded: Encoded, codec: str = "") -> Packed:
     """Pack an encoded tensor. Raises TypeError if JSON cannot encode the values."""
     flat = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in encoded.tensors.items()}
-    parts = tuple(Part(name, name_of(tensor.dtype), tensor.numel()) for name, tensor in flat.items())
+    parts = tuple(PackedTensor(name, name_of(tensor.dtype), tensor.numel()) for name, tensor in flat.items())
     values = json.dumps(dict(encoded.values), sort_keys=True) if encoded.values else ""
     return Packed(parts, values, [as_bytes(tensor) for tensor in flat.values()], codec)
 

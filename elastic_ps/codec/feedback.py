@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.codec.base import MOMENTUM, Packed, Part, few, pack
+from elastic_ps.codec.base import MOMENTUM, Packed, PackedTensor, few, pack
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Run
 
@@ -188,7 +188,7 @@ class BucketFeedback:
         """Encode a run. Stores the codec's data and momentum in `state`."""
         if (codec := run.codec) is None:
             own = self.plain(run.elements)
-            return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)], run.name)
+            return Packed((PackedTensor("", name_of(own.dtype), run.length),), "", [as_bytes(own)], run.name)
         total = self._total(run.elements, torch.float32)
         momentum = self._momentum(run.elements, codec.momentum, state, total)
         sendable = self._in_range(total, rounds=not codec.lossless)

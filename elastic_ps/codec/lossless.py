@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from elastic_ps.codec.base import DTYPES, Codec, Encoded, Packed, Part, pack, require, unpack
+from elastic_ps.codec.base import DTYPES, Codec, Encoded, Packed, PackedTensor, pack, require, unpack
 from elastic_ps.codec.memory import as_bytes, as_tensor
 from elastic_ps.errors import InvalidJob
 
@@ -63,11 +63,11 @@ class Compressed(Codec):
         self.momentum, self.bits = inner.momentum, inner.bits
 
     @abc.abstractmethod
-    def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:
+    def _compress(self, parts: Sequence[tuple[PackedTensor, memoryview]]) -> bytes:
         """The tensors' bytes, one after the other."""
 
     @abc.abstractmethod
-    def _decompress(self, data: memoryview, parts: Sequence[Part]) -> memoryview:
+    def _decompress(self, data: memoryview, parts: Sequence[PackedTensor]) -> memoryview:
         """Decompress. Raises, before memory is allocated, if the size is not that of `parts`."""
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
@@ -82,7 +82,9 @@ class Compressed(Codec):
 
     def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:
         """See `Codec.within`: the decompressed data."""
-        parts = [Part(str(name), str(dtype), int(count)) for name, dtype, count in encoded.values["parts"]]
+        parts = [
+            PackedTensor(str(name), str(dtype), int(count)) for name, dtype, count in encoded.values["parts"]
+        ]
         _require_sensible(parts, most=8 * elements + MORE)
         body = self._decompress(as_bytes(encoded.tensors[self.name]), parts)
         (inner,) = unpack([Packed(tuple(parts), str(encoded.values["values"]))], body)
@@ -94,12 +96,12 @@ class Zstd(Compressed):
 
     name, package = "zstd", "zstandard"
 
-    def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:
+    def _compress(self, parts: Sequence[tuple[PackedTensor, memoryview]]) -> bytes:
         planes = b"".join(_planes(body, part.width) for part, body in parts)
         compressed: bytes = self._library.ZstdCompressor(level=LEVEL).compress(planes)
         return compressed
 
-    def _decompress(self, data: memoryview, parts: Sequence[Part]) -> memoryview:
+    def _decompress(self, data: memoryview, parts: Sequence[PackedTensor]) -> memoryview:
         _require_length(self._library.frame_content_size(data), sum(part.nbytes for part in parts))
         planes = memoryview(self._library.ZstdDecompressor().decompress(data, allow_extra_data=False))
         body, place = bytearray(len(planes)), 0
@@ -119,13 +121,13 @@ class Blosc(Compressed):
         super().__init__(inner)
         self._library.set_nthreads(1)  # as many buckets are encoded at a time as there are cores for
 
-    def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:
+    def _compress(self, parts: Sequence[tuple[PackedTensor, memoryview]]) -> bytes:
         options = {"clevel": 5, "shuffle": self._library.SHUFFLE, "cname": "lz4"}
         return b"".join(
             self._library.compress(bytes(body), typesize=part.width, **options) for part, body in parts
         )
 
-    def _decompress(self, data: memoryview, parts: Sequence[Part]) -> memoryview:
+    def _decompress(self, data: memoryview, parts: Sequence[PackedTensor]) -> memoryview:
         body = bytearray()
         for part in parts:
             if len(data) < HEADER:
@@ -146,7 +148,7 @@ LOSSLESS: Mapping[str, type[Compressed]] = {"zstd": Zstd, "blosc": Blosc}
 """The lossless codecs by their names in `spec.compression.lossless`, except `none`."""
 
 
-def _require_sensible(parts: Sequence[Part], *, most: int) -> None:
+def _require_sensible(parts: Sequence[PackedTensor], *, most: int) -> None:
     """Raise ValueError, before memory is allocated, for sizes that do not fit."""
     if unknown := {part.dtype for part in parts} - set(DTYPES):
         raise ValueError(f"parts of {', '.join(unknown)}; known: {', '.join(DTYPES)}")

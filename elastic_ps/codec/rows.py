@@ -188,7 +188,7 @@ class RowSum:
         return Rows(torch.from_numpy(numbers), total)
 
 
-class History:
+class RowChanges:
     """Remembers which rows the last versions of a table have changed. Not thread-safe.
 
     Args:

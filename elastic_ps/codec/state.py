@@ -388,7 +388,7 @@ def _scalar(value: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class CopiedTensor:
     """The tensor of a bucket that a call to a standby carries; see `Stored`. `last`: no more follow."""
 
     bucket: int
@@ -408,7 +408,7 @@ class Arriving:
         self._lengths = {(piece.tensor, piece.start): piece.length for piece in bucket.pieces}
         self._tensors: dict[tuple[int, int, str], torch.Tensor] = {}
 
-    def receive(self, part: Part, incoming: Body) -> None:
+    def receive(self, part: CopiedTensor, incoming: Body) -> None:
         """Receive one tensor. Blocks meanwhile.
 
         Raises:

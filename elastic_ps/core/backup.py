@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ps.core.consistency import AskedRounds, Entry, Event, Phase
+from elastic_ps.core.consistency import AskedRounds, Entry, Phase, RoundEvent
 
 
 @dataclass
@@ -47,7 +47,7 @@ class BackupRounds(AskedRounds):
             reserved = self._reserved  # two of them would wait for each other if they counted each other
             known = worker in self.begun | reserved
             if self.phase is Phase.OPEN and not known and len(self.begun | reserved) >= self.wanted:
-                self._note(Event.SHUT)
+                self._note(RoundEvent.SHUT)
             if known or self.phase is Phase.OPEN:
                 self.begun.add(worker)
                 return Entry.IN
@@ -57,7 +57,7 @@ class BackupRounds(AskedRounds):
         super()._open_again()
         if self.phase is Phase.SHUT and not self.begun:
             self.expected, self.waiting = self.expected | self.waiting, set()
-            self._note(Event.REOPEN)
+            self._note(RoundEvent.REOPEN)
 
     @property
     def _complete(self) -> bool:

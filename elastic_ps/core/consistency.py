@@ -123,7 +123,7 @@ class Phase(Symbol):
     Nobody is admitted to the round, and only `undecide` can start it again."""
 
 
-class Event(Symbol):
+class RoundEvent(Symbol):
     """An event that changes the phase of a round."""
 
     SHUT = "shut"
@@ -138,16 +138,16 @@ class Event(Symbol):
 PHASES = Transitions(
     "the round",
     {
-        (Phase.OPEN, Event.SHUT): Phase.SHUT,
-        (Phase.SHUT, Event.REOPEN): Phase.OPEN,
-        (Phase.OPEN, Event.RESTART): Phase.OPEN,
-        (Phase.SHUT, Event.RESTART): Phase.SHUT,
-        (Phase.OPEN, Event.COMMIT): Phase.COMMITTING,
-        (Phase.SHUT, Event.COMMIT): Phase.COMMITTING,
-        (Phase.COMMITTING, Event.FAIL): Phase.DECIDED,
-        (Phase.DECIDED, Event.COMMIT): Phase.COMMITTING,
-        (Phase.DECIDED, Event.UNDECIDE): Phase.OPEN,
-        (Phase.COMMITTING, Event.APPLY): Phase.OPEN,
+        (Phase.OPEN, RoundEvent.SHUT): Phase.SHUT,
+        (Phase.SHUT, RoundEvent.REOPEN): Phase.OPEN,
+        (Phase.OPEN, RoundEvent.RESTART): Phase.OPEN,
+        (Phase.SHUT, RoundEvent.RESTART): Phase.SHUT,
+        (Phase.OPEN, RoundEvent.COMMIT): Phase.COMMITTING,
+        (Phase.SHUT, RoundEvent.COMMIT): Phase.COMMITTING,
+        (Phase.COMMITTING, RoundEvent.FAIL): Phase.DECIDED,
+        (Phase.DECIDED, RoundEvent.COMMIT): Phase.COMMITTING,
+        (Phase.DECIDED, RoundEvent.UNDECIDE): Phase.OPEN,
+        (Phase.COMMITTING, RoundEvent.APPLY): Phase.OPEN,
     },
 )
 
@@ -182,7 +182,7 @@ class SyncRounds:
         """An independent copy."""
         return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: RoundEvent) -> None:
         """Change the phase. Raises ImpossibleTransition (a ValueError) if the phase does not allow it."""
         self.phase = PHASES.after(self.phase, event)
 
@@ -256,7 +256,7 @@ class SyncRounds:
 
     def undecide(self) -> list[Contribution]:
         """Start the decided round again, which some shard cannot apply, and none has. See `restart`."""
-        self._note(Event.UNDECIDE)
+        self._note(RoundEvent.UNDECIDE)
         return self.restart()
 
     def restart(self) -> list[Contribution]:
@@ -268,7 +268,7 @@ class SyncRounds:
         Raises:
             ImpossibleTransition: the round is decided.
         """
-        self._note(Event.RESTART)
+        self._note(RoundEvent.RESTART)
         if self.assigner not in self.expected - self.gone:
             self.assigner = None
         void = [self.done[worker] for worker in sorted(self.gone) if worker in self.done]
@@ -435,12 +435,12 @@ class SyncRounds:
         """Decide the round: it has exactly these contributions. `last`: see `can_commit`."""
         if not self.can_commit(last=last):
             raise ValueError("the round is not ready")
-        self._note(Event.COMMIT)
+        self._note(RoundEvent.COMMIT)
         return self.contributions
 
     def fail_commit(self) -> None:
         """Note that the commit has failed. Begin it again, or undecide the round."""
-        self._note(Event.FAIL)
+        self._note(RoundEvent.FAIL)
 
     @property
     def following(self) -> set[int]:
@@ -450,7 +450,7 @@ class SyncRounds:
 
     def end_commit(self) -> None:
         """Open the next round, after all shards have applied this one."""
-        self._note(Event.APPLY)
+        self._note(RoundEvent.APPLY)
         self.expected = self.following
         self.version += 1
         self.attempt = 0

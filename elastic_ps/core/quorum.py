@@ -14,7 +14,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from elastic_ps.core.bounded import BoundedRounds
-from elastic_ps.core.consistency import Contribution, Event, Phase
+from elastic_ps.core.consistency import Contribution, Phase, RoundEvent
 
 
 @dataclass
@@ -38,7 +38,7 @@ class QuorumRounds(BoundedRounds):
         return self.expected - self.done.keys()
 
     def hasten(self) -> None:
-        self._note(Event.SHUT)
+        self._note(RoundEvent.SHUT)
 
     @property
     def _enough(self) -> bool:
@@ -58,5 +58,5 @@ class QuorumRounds(BoundedRounds):
 
     def restart(self) -> list[Contribution]:
         if self.phase is Phase.SHUT:
-            self._note(Event.REOPEN)
+            self._note(RoundEvent.REOPEN)
         return super().restart()

@@ -1,12 +1,12 @@
-"""The states of a worker that trains records: its part in the rounds, its script's loop, and its batch."""
+"""The states of a worker that trains records: its presence in rounds, its script's loop, and its batch."""
 
 from __future__ import annotations
 
 from elastic_ps.core.transitions import Symbol, Transitions
 
 
-class Part(Symbol):
-    """A worker's part in the rounds, as far as it knows."""
+class Presence(Symbol):
+    """A worker's presence in the rounds, as far as it knows."""
 
     IDLE = "in no round"
     COMPUTING = "in the rounds"
@@ -16,8 +16,8 @@ class Part(Symbol):
     """All records are in the model, or the training was stopped."""
 
 
-class PartEvent(Symbol):
-    """An event that changes a worker's part."""
+class PresenceEvent(Symbol):
+    """An event that changes a worker's presence."""
 
     ASK = "ask for records"
     FINISH = "learn of the end"
@@ -25,19 +25,19 @@ class PartEvent(Symbol):
     LEAVE = "leave"
 
 
-PARTS = Transitions(
+PRESENCES = Transitions(
     "the worker",
     {
-        (Part.IDLE, PartEvent.ASK): Part.COMPUTING,  # the answer may be lost
-        (Part.COMPUTING, PartEvent.ASK): Part.COMPUTING,
-        (Part.LAST_STEP, PartEvent.ASK): Part.COMPUTING,
-        (Part.COMPUTING, PartEvent.FINISH): Part.OVER,
-        (Part.IDLE, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,  # of a batch that was fetched ahead
-        (Part.COMPUTING, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,
-        (Part.LAST_STEP, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,
-        (Part.IDLE, PartEvent.LEAVE): Part.IDLE,
-        (Part.COMPUTING, PartEvent.LEAVE): Part.IDLE,
-        (Part.LAST_STEP, PartEvent.LEAVE): Part.IDLE,
+        (Presence.IDLE, PresenceEvent.ASK): Presence.COMPUTING,  # the answer may be lost
+        (Presence.COMPUTING, PresenceEvent.ASK): Presence.COMPUTING,
+        (Presence.LAST_STEP, PresenceEvent.ASK): Presence.COMPUTING,
+        (Presence.COMPUTING, PresenceEvent.FINISH): Presence.OVER,
+        (Presence.IDLE, PresenceEvent.LEAVE_IN_STEP): Presence.LAST_STEP,  # of a batch fetched ahead
+        (Presence.COMPUTING, PresenceEvent.LEAVE_IN_STEP): Presence.LAST_STEP,
+        (Presence.LAST_STEP, PresenceEvent.LEAVE_IN_STEP): Presence.LAST_STEP,
+        (Presence.IDLE, PresenceEvent.LEAVE): Presence.IDLE,
+        (Presence.COMPUTING, PresenceEvent.LEAVE): Presence.IDLE,
+        (Presence.LAST_STEP, PresenceEvent.LEAVE): Presence.IDLE,
     },
 )
 

@@ -54,7 +54,7 @@ class Mean(NamedTuple):
     gradient: Gradient
 
 
-class Step(NamedTuple):
+class StepRows(NamedTuple):
     """The rows of a step, by the names of their tables.
 
     Attributes:
@@ -88,7 +88,7 @@ class ShardTables:
         self._read = threading.Condition(self._lock)  # a block of a snapshot was read
         self._snapshots: weakref.WeakSet[TablesAt] = weakref.WeakSet()  # those that a thread may still read
         self._tables: dict[str, Table] = {}
-        self._steps: dict[Contributor, Step] = {}
+        self._steps: dict[Contributor, StepRows] = {}
         self._newest: dict[int, tuple[int, int]] = {}  # of each worker, the last step in a version
         self._pushed = False
 
@@ -135,7 +135,9 @@ class ShardTables:
                 ids = ids[places]
             return table.version, places, table.lookup(ids)
 
-    def push(self, worker: int, step: Step, specs: Collection[TableSpec], lost: Iterable[int] = ()) -> bool:
+    def push(
+        self, worker: int, step: StepRows, specs: Collection[TableSpec], lost: Iterable[int] = ()
+    ) -> bool:
         """Keep the rows of a step. Returns False if it, or a later one, has come before.
 
         `lost`: steps of the same incarnation that will be in no version. Their rows are freed.
@@ -215,7 +217,7 @@ class ShardTables:
             rate = table.spec.optimizer.rate_of(settings.groups, settings.first, order.divisor)
             table.update(ids, values, counts, version, stepped=there, rate=rate, now=order.time)
 
-    def _of(self, order: Application) -> list[Step]:
+    def _of(self, order: Application) -> list[StepRows]:
         contributors = () if order.assigns else sorted(order.contributors)
         return [step for each in contributors if (step := self._steps.get(each)) is not None]
 
@@ -321,7 +323,7 @@ class TableCalls:
         read = read_gradients(request.tables, incoming)
         gradients = {name: mean.gradient for name, mean in read.items()}
         used = {name: (each.used, each.used_ahead) for name, each in zip(read, request.tables, strict=True)}
-        step = Step(request.caller.incarnation, request.step, request.weight, gradients, used)
+        step = StepRows(request.caller.incarnation, request.step, request.weight, gradients, used)
         specs = [mean.spec for mean in read.values()]
         return pb.Done(duplicate=not self._tables().push(request.caller.worker, step, specs, request.lost))
 

@@ -56,7 +56,7 @@ KEPT = 32
 _EVENTS = 256
 
 
-class Kind(enum.IntEnum):
+class LinkKind(enum.IntEnum):
     """The kind of a message. Its amount is in brackets."""
 
     OPEN = 1
@@ -227,7 +227,7 @@ class Relay:
             listener.close()
         self._listeners.clear()
         for rank in ranks:
-            self._tell(rank, Kind.BYE, 0)
+            self._tell(rank, LinkKind.BYE, 0)
 
     # --- this host
 
@@ -252,7 +252,7 @@ class Relay:
             sock.close()
             return
         end = self._add(sock, 0, next(self._numbers))
-        self._tell(end.rank, Kind.OPEN, end.number, port)
+        self._tell(end.rank, LinkKind.OPEN, end.number, port)
 
     def _add(self, sock: socket.socket, rank: int, number: int) -> _End:
         sock.setblocking(False)
@@ -292,7 +292,7 @@ class Relay:
             self._buffers.give_back(buffer)
             self._lost(end)
             return
-        HEAD.pack_into(buffer, 0, Kind.DATA, end.number, size)
+        HEAD.pack_into(buffer, 0, LinkKind.DATA, end.number, size)
         end.room -= cost(size)
         if size <= SMALL:
             self._post.send(end.rank, memoryview(bytes(view[: HEAD.size + size])), lambda: None)
@@ -322,7 +322,7 @@ class Relay:
             self._drop(end, tell=False)
             return
         if end.taken >= CHUNK and not end.closing:
-            self._tell(end.rank, Kind.TAKEN, end.number, end.taken)
+            self._tell(end.rank, LinkKind.TAKEN, end.number, end.taken)
             end.taken = 0
         self._watch(end)
 
@@ -338,32 +338,32 @@ class Relay:
         while end.waiting:
             end.waiting.popleft().free()
         if tell:
-            self._tell(end.rank, Kind.GONE, end.number)
+            self._tell(end.rank, LinkKind.GONE, end.number)
 
     # --- other ranks
 
-    def _tell(self, rank: int, kind: Kind, number: int, amount: int = 0) -> None:
+    def _tell(self, rank: int, kind: LinkKind, number: int, amount: int = 0) -> None:
         self._post.send(rank, memoryview(HEAD.pack(kind, number, amount)), lambda: None)
 
     def _receive(self, arrived: Arrived) -> bool:
         """Handle a message; returns whether it is kept until its bytes are written."""
         kind, number, amount = HEAD.unpack_from(arrived.message)
         end = self._ends.get((arrived.rank, number))
-        if kind == Kind.BYE:
+        if kind == LinkKind.BYE:
             self._left.add(arrived.rank)
-        elif kind == Kind.OPEN and not self._closed:
+        elif kind == LinkKind.OPEN and not self._closed:
             self._open(arrived.rank, number, amount)
         elif end is None:
             pass  # it is gone here, but the other end does not know yet
-        elif kind == Kind.DATA:
+        elif kind == LinkKind.DATA:
             end.waiting.append(_Waiting(arrived.message[HEAD.size :], cost(amount), arrived.free))
             if len(end.waiting) == 1:
                 self._write(end)
             return True
-        elif kind == Kind.TAKEN:
+        elif kind == LinkKind.TAKEN:
             end.room += amount
             self._watch(end)
-        elif kind == Kind.GONE:
+        elif kind == LinkKind.GONE:
             end.closing = True
             if end.waiting:
                 self._watch(end)
@@ -378,6 +378,6 @@ class Relay:
                 raise ConnectionRefusedError
             sock = local.connected(self._target(port), f"port {port}", blocking=False)
         except OSError:
-            self._tell(rank, Kind.GONE, number)
+            self._tell(rank, LinkKind.GONE, number)
             return
         self._add(sock, rank, number)

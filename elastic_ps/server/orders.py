@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.tables import TableStatus
 from elastic_ps.checkpoint.manifest import ShardFile
-from elastic_ps.codec.state import Part
+from elastic_ps.codec.state import CopiedTensor
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Application, Settings
@@ -237,7 +237,7 @@ class RemoteShard:
         reply = calls.ask(self._connection, calls.ADVANCE, request, timeout=self._timeout)
         return from_message(Report, reply)
 
-    def state(self, part: Part, data: memoryview, *, term: int) -> None:
+    def state(self, part: CopiedTensor, data: memoryview, *, term: int) -> None:
         """Send a standby one tensor of a bucket, as it is before the open round's step. Blocks."""
         request = to_message(pb.StateRequest, part, job=self._job, term=term, **vars(self._order()))
         self._send(calls.STATE, request, data)

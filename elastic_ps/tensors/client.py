@@ -30,7 +30,7 @@ from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.retrying import Pauses
 from elastic_ps.tensors.handles import CLOSED, Handle, SerialExecutor, in_words
-from elastic_ps.tensors.spread import PUSH_RULES, Kind, PushRule, Slice, spread
+from elastic_ps.tensors.spread import PUSH_RULES, PushRule, Slice, Spec, spread
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
@@ -79,7 +79,7 @@ class _Known:
         lives: the process of each shard that holds slices.
     """
 
-    kind: Kind
+    kind: Spec
     birth: pb.Birth
     slices: Sequence[Slice]
     lives: dict[int, int]
@@ -160,7 +160,7 @@ class Tensors:
         """
         self._require_usable(name)
         values = _copied(name, tensor)
-        kind = Kind(name, tuple(values.shape), name_of(values.dtype))
+        kind = Spec(name, tuple(values.shape), name_of(values.dtype))
         slices = spread(*kind, bucket_bytes=self._bucket_bytes, shards=self._client.shards)
         try:
             known, brought = self._find_or_bring(kind, slices, as_bytes(values))
@@ -288,7 +288,7 @@ class Tensors:
 
     # --- bringing a tensor
 
-    def _find_or_bring(self, kind: Kind, slices: Sequence[Slice], data: memoryview) -> tuple[_Known, bool]:
+    def _find_or_bring(self, kind: Spec, slices: Sequence[Slice], data: memoryview) -> tuple[_Known, bool]:
         """See docs/design/protocol.md. Raises Refused, ConnectionLost."""
         above, lost, home = 0, pb.Birth(), slices[0].shard
         pauses = Pauses(FIRST_PAUSE, LONGEST_PAUSE)

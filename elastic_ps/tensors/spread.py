@@ -23,7 +23,7 @@ class Slice(NamedTuple):
     length: int
 
 
-class Kind(NamedTuple):
+class Spec(NamedTuple):
     """The shape and dtype of a tensor, which are the same for every worker."""
 
     name: str
@@ -50,7 +50,7 @@ def spread(name: str, shape: Sequence[int], dtype: str, *, bucket_bytes: int, sh
     The slices are in the order of their elements. Small tensors are not cut. Deterministic: workers and
     parameter servers compute the same slices.
     """
-    small = Kind(name, tuple(shape), dtype).nbytes <= min(bucket_bytes, SMALLEST_BUCKET_BYTES)
+    small = Spec(name, tuple(shape), dtype).nbytes <= min(bucket_bytes, SMALLEST_BUCKET_BYTES)
     spec = TensorSpec(name, tuple(shape), dtype, Rule.BROADCAST)
     layout = partition([spec], bucket_bytes=bucket_bytes, shards=1 if small else shards)
     home = home_of(name, shards)

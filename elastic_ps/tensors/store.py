@@ -26,7 +26,7 @@ from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.tensors.limits import USUAL, TensorLimits
-from elastic_ps.tensors.spread import PUSH_RULES, Kind, Slice, home_of, spread
+from elastic_ps.tensors.spread import PUSH_RULES, Slice, Spec, home_of, spread
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
@@ -56,7 +56,7 @@ class _Tensor:
         last: for each sender, the number of its last push and the slice of it.
     """
 
-    kind: Kind
+    kind: Spec
     birth: pb.Birth
     slices: Mapping[int, Slice]
     holder: Sender | None
@@ -221,7 +221,7 @@ class TensorStore:
                 del self._tensors[request.name]
         return pb.Done(duplicate=not there)
 
-    def _receive(self, kind: Kind, part: Slice, incoming: Incoming) -> AbstractContextManager[torch.Tensor]:
+    def _receive(self, kind: Spec, part: Slice, incoming: Incoming) -> AbstractContextManager[torch.Tensor]:
         what = f"elements {part.start} to {part.start + part.length} of {kind.name!r}"
         nbytes = part.length * ITEM_SIZE[kind.dtype]
         return self._buffers.values(what, kind.dtype, nbytes, incoming, timeout=WAIT)
@@ -241,7 +241,7 @@ class TensorStore:
 
     # --- the lock is held
 
-    def _declare(self, who: Sender, kind: Kind, request: pb.DeclareTensorRequest) -> pb.DeclareTensorReply:
+    def _declare(self, who: Sender, kind: Spec, request: pb.DeclareTensorRequest) -> pb.DeclareTensorReply:
         """The home's answer about a tensor."""
         now = self._sweep()
         tensor = self._tensors.get(kind.name)
@@ -259,7 +259,7 @@ class TensorStore:
         self._make(kind, birth, now, holder=who)
         return pb.DeclareTensorReply(birth=birth, bring=True)
 
-    def _look(self, kind: Kind, birth: pb.Birth) -> pb.DeclareTensorReply:
+    def _look(self, kind: Spec, birth: pb.Birth) -> pb.DeclareTensorReply:
         """Whether this shard, which is not the tensor's home, has all of its slices."""
         if not self._slices(kind):
             return pb.DeclareTensorReply(birth=birth)
@@ -267,7 +267,7 @@ class TensorStore:
         present = tensor is not None and tensor.birth == birth and tensor.complete
         return pb.DeclareTensorReply(birth=tensor.birth if tensor is not None else None, bring=not present)
 
-    def _expected(self, who: Sender, kind: Kind, birth: pb.Birth, start: int) -> Slice | None:
+    def _expected(self, who: Sender, kind: Spec, birth: pb.Birth, start: int) -> Slice | None:
         """The slice that a worker is about to upload; None if it would replace a later tensor."""
         now = self._sweep()
         tensor = self._tensors.get(kind.name)
@@ -283,7 +283,7 @@ class TensorStore:
         tensor.until = now + self._limits.bring.total_seconds()
         return self._slice(tensor, start)
 
-    def _slices(self, kind: Kind) -> dict[int, Slice]:
+    def _slices(self, kind: Spec) -> dict[int, Slice]:
         """This shard's slices of such a tensor. Raises Refused (INVALID) if it is not supported."""
         name, dtype = kind.name, kind.dtype
         if not is_name(name):
@@ -299,7 +299,7 @@ class TensorStore:
             return {each.start: each for each in slices if each.shard == self._shard}
         raise Refused(RefusalCode.INVALID, problem)
 
-    def _make(self, kind: Kind, birth: pb.Birth, now: float, *, holder: Sender | None) -> _Tensor:
+    def _make(self, kind: Spec, birth: pb.Birth, now: float, *, holder: Sender | None) -> _Tensor:
         """Create a tensor without values; an earlier one of the same name is dropped."""
         name, slices = kind.name, self._slices(kind)
         if holder is not None and 0 not in slices:
@@ -331,7 +331,7 @@ class TensorStore:
                 del self._tensors[name]
         return now
 
-    def _require_same(self, tensor: _Tensor, kind: Kind) -> None:
+    def _require_same(self, tensor: _Tensor, kind: Spec) -> None:
         if tensor.kind != kind:
             raise Refused(
                 RefusalCode.INVALID,
@@ -354,8 +354,8 @@ def _gone(name: str) -> Refused:
     )
 
 
-def _kind(tensor: pb.Named) -> Kind:
-    return Kind(tensor.name, tuple(tensor.shape), tensor.dtype)
+def _kind(tensor: pb.Named) -> Spec:
+    return Spec(tensor.name, tuple(tensor.shape), tensor.dtype)
 
 
 def _sender(request: pb.DeclareTensorRequest | pb.PutTensorRequest | pb.PushTensorRequest) -> Sender:

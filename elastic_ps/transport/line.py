@@ -53,7 +53,7 @@ _HANDED = socket.CMSG_SPACE(4 * struct.calcsize("i"))
 """Room for the ancillary data: four descriptors."""
 
 
-class Kind(enum.IntEnum):
+class LineKind(enum.IntEnum):
     """The kind of a frame."""
 
     CALL = 1
@@ -202,7 +202,7 @@ class Line:
     # --- sending
 
     def encode(
-        self, kind: Kind, frame: Frame, method: bytes = b"", *, share: bool = True
+        self, kind: LineKind, frame: Frame, method: bytes = b"", *, share: bool = True
     ) -> tuple[list[bytes | memoryview], bool]:
         """The parts to send for a frame, and whether its body is in shared memory and not among them.
 
@@ -227,7 +227,7 @@ class Line:
     def _show(self, memory: Handle) -> None:
         if memory.number in self._shown:
             return
-        head = HEAD.pack(Kind.MEMORY, 1, 0, 0, memory.number, memory.size, 0)
+        head = HEAD.pack(LineKind.MEMORY, 1, 0, 0, memory.number, memory.size, 0)
         handed = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.fd]))]
         try:
             while True:
@@ -265,7 +265,7 @@ class Line:
             raise self._lost(error) from error
         return rest
 
-    def tell(self, kind: Kind, header: bytes = b"") -> None:
+    def tell(self, kind: LineKind, header: bytes = b"") -> None:
         """Send a frame without method and body. Blocks."""
         self.send([HEAD.pack(kind, 0, 0, len(header), 0, 0, 0) + header], None)
 
@@ -350,7 +350,7 @@ class Line:
             if not self._ahead:
                 self._receive_ahead(deadline)
             head = Head._make(HEAD.unpack(self.receive(HEAD.size, deadline)))
-            if head.kind != Kind.MEMORY:
+            if head.kind != LineKind.MEMORY:
                 return head
             if not self._handed:
                 raise Malformed("no shared memory was handed over with its frame")

@@ -19,7 +19,7 @@ MESSAGE_CHARACTERS = 2000
 """The longest message; it may quote data of the client, so longer ones are cut."""
 
 
-class Kind(enum.IntEnum):
+class Blame(enum.IntEnum):
     """The side at fault. The numbers are part of the protocol (`Refusal.Kind` in frame.proto)."""
 
     REFUSED = 1
@@ -31,7 +31,7 @@ class Kind(enum.IntEnum):
 class Refusal:
     """The end of a call by an exception."""
 
-    kind: Kind
+    kind: Blame
     code: RefusalCode
     message: str
 
@@ -39,11 +39,11 @@ class Refusal:
     def of(cls, error: Exception) -> Refusal:
         """The refusal for an exception."""
         if isinstance(error, Refused):
-            return cls(Kind.REFUSED, error.code, str(error)[:MESSAGE_CHARACTERS])
+            return cls(Blame.REFUSED, error.code, str(error)[:MESSAGE_CHARACTERS])
         if isinstance(error, Malformed):
-            return cls(Kind.MALFORMED, RefusalCode.UNSPECIFIED, str(error)[:MESSAGE_CHARACTERS])
+            return cls(Blame.MALFORMED, RefusalCode.UNSPECIFIED, str(error)[:MESSAGE_CHARACTERS])
         message = f"the server failed: {type(error).__name__}: {error}"
-        return cls(Kind.FAILED, RefusalCode.UNSPECIFIED, message[:MESSAGE_CHARACTERS])
+        return cls(Blame.FAILED, RefusalCode.UNSPECIFIED, message[:MESSAGE_CHARACTERS])
 
     def message_of(self) -> frame_pb2.Refusal:
         """The protobuf message."""
@@ -64,19 +64,19 @@ class Refusal:
             parsed = frame_pb2.Refusal.FromString(content)
         except DecodeError as error:
             raise Malformed(f"not a refusal: {error}") from error
-        known = {int(kind): kind for kind in Kind}
+        known = {int(kind): kind for kind in Blame}
         codes = {int(code): code for code in RefusalCode}
         return cls(
-            known.get(parsed.kind, Kind.FAILED),
+            known.get(parsed.kind, Blame.FAILED),
             codes.get(parsed.code, RefusalCode.UNSPECIFIED),
             parsed.message,
         )
 
     def error(self) -> Exception:
         """The exception for the client to raise."""
-        if self.kind is Kind.REFUSED:
+        if self.kind is Blame.REFUSED:
             return Refused(self.code, self.message)
-        return (Malformed if self.kind is Kind.MALFORMED else TransportError)(self.message)
+        return (Malformed if self.kind is Blame.MALFORMED else TransportError)(self.message)
 
 
 def answers(

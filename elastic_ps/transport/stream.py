@@ -19,9 +19,8 @@ from typing import Protocol
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError, UsageError
 from elastic_ps.transport.base import JOIN, STALL, Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError, names_of
-from elastic_ps.transport.line import Head, Kind, Line, Received
-from elastic_ps.transport.refusal import Kind as Blame
-from elastic_ps.transport.refusal import Refusal, answers
+from elastic_ps.transport.line import Head, Line, LineKind, Received
+from elastic_ps.transport.refusal import Blame, Refusal, answers
 from elastic_ps.transport.shares import Shares, descriptors_for
 from elastic_ps.transport.sockets import Plain
 
@@ -241,9 +240,9 @@ class StreamServer(Server):
             handler = self._handler
             self._busy.add(line)
         try:
-            incoming = line.frame(self._require(head, Kind.CALL), self.limits, None)
+            incoming = line.frame(self._require(head, LineKind.CALL), self.limits, None)
         except Malformed as error:
-            line.tell(Kind.REFUSAL, Refusal.of(error).to_bytes())
+            line.tell(LineKind.REFUSAL, Refusal.of(error).to_bytes())
             line.discard(
                 _EVERYTHING, None
             )  # if closed at once, a client that still sends might not see the reason
@@ -251,24 +250,24 @@ class StreamServer(Server):
         with contextlib.closing(answers(handler, incoming.method, incoming, alive=line.alive)) as items:
             for item in items:
                 if isinstance(item, Refusal):
-                    line.tell(Kind.REFUSAL, item.to_bytes())
+                    line.tell(LineKind.REFUSAL, item.to_bytes())
                     break
-                kind = Kind.LAST if item.last else Kind.ANSWER
+                kind = LineKind.LAST if item.last else LineKind.ANSWER
                 parts, shared = line.encode(kind, item, share=not (item.last or incoming.arriving))
                 line.send(parts, None)
                 if item.last:
                     break
                 if shared:
-                    self._require(line.head(None), Kind.NEXT)
+                    self._require(line.head(None), LineKind.NEXT)
             else:
-                line.tell(Kind.END)
+                line.tell(LineKind.END)
         incoming.discard()
         with self._lock:
             self._busy.discard(line)
             return not self._closed
 
     @staticmethod
-    def _require(head: Head, kind: Kind) -> Head:
+    def _require(head: Head, kind: LineKind) -> Head:
         if head.kind != kind:
             raise Malformed(f"a frame of kind {head.kind}; expected {kind.name}")
         return head
@@ -317,7 +316,7 @@ class StreamConnection(Connection):
         deadline = time.monotonic() + timeout.total_seconds()
         line = self._take(what)
         try:
-            parts, _ = line.encode(Kind.CALL, frame, method.encode())
+            parts, _ = line.encode(LineKind.CALL, frame, method.encode())
             rest = line.send_some(parts)
         except BaseException:
             self._give_back(line, usable=False, lost=True)
@@ -417,20 +416,20 @@ class _Answers(Iterator[Incoming]):
                     self._end(usable=not self._rest)
                     raise StopIteration
                 if self._received.shared:
-                    line.tell(Kind.NEXT)
+                    line.tell(LineKind.NEXT)
                 self._received = None
             self._rest = line.send_while_waiting(self._rest, self._deadline)
             head = line.head(self._deadline)
-            if head.kind not in (Kind.ANSWER, Kind.LAST, Kind.REFUSAL, Kind.END):
+            if head.kind not in (LineKind.ANSWER, LineKind.LAST, LineKind.REFUSAL, LineKind.END):
                 raise Malformed(f"a frame of kind {head.kind} as an answer")
             received = line.frame(head, self._limits, self._deadline)
         except BaseException as error:
             self._end(usable=False, lost=isinstance(error, ConnectionLost))
             raise
-        if head.kind in (Kind.ANSWER, Kind.LAST):
-            self._received, self._over = received, head.kind == Kind.LAST
+        if head.kind in (LineKind.ANSWER, LineKind.LAST):
+            self._received, self._over = received, head.kind == LineKind.LAST
             return received
-        refusal = Refusal.from_bytes(received.header) if head.kind == Kind.REFUSAL else None
+        refusal = Refusal.from_bytes(received.header) if head.kind == LineKind.REFUSAL else None
         malformed = refusal is not None and refusal.kind is Blame.MALFORMED  # where the next frame begins?
         self._end(usable=not self._rest and not malformed)
         if refusal is not None:

@@ -125,7 +125,7 @@ class ElasticOptimizer(_Wrapping):
         in_hooks, lend = runtime.overlap.in_hooks, not self.steps_here
         self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
-        self._parts = {name: Part(self, name, part) for name, part in parts.items()}
+        self._parts = {name: OptimizerPart(self, name, part) for name, part in parts.items()}
         self._trained = {
             id(part): frozenset(id(p) for group in part.param_groups for p in group["params"])
             for part in parts.values()
@@ -164,7 +164,7 @@ class ElasticOptimizer(_Wrapping):
         """Whether backward() has run on records that no step was made with yet."""
         return bool(self._runtime.batches.computed)
 
-    def __getitem__(self, name: str) -> Part:
+    def __getitem__(self, name: str) -> OptimizerPart:
         """One of several optimizers. Raises UsageError: there is none with this name."""
         if name not in self._parts:
             known = ", ".join(map(repr, self._parts)) or "one optimizer without a name"
@@ -181,7 +181,7 @@ class ElasticOptimizer(_Wrapping):
                 "this worker's model would change. Call it on the optimizer that session.optimizer(...) "
                 "returns, as in optimizer = session.optimizer(optimizer, model)"
             )
-        if other is self or isinstance(other, Part) or threading.get_ident() != self._thread:
+        if other is self or isinstance(other, OptimizerPart) or threading.get_ident() != self._thread:
             return
         beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
         if self._runtime.batches.in_batch and beside:
@@ -399,7 +399,7 @@ class ElasticOptimizer(_Wrapping):
         )
 
 
-class Part(_Wrapping):
+class OptimizerPart(_Wrapping):
     """One of several optimizers that train a model together: `optimizers["critic"]`.
 
     It is used as torch's own. In its step the gradients of other optimizers' parameters count as absent.

@@ -215,7 +215,7 @@ def test_a_frame_that_is_none_ends_its_socket_alone(text: bytes) -> None:
 
 
 def test_a_body_in_memory_that_was_not_handed_over_is_malformed() -> None:
-    head = line.HEAD.pack(line.Kind.CALL, 1, 4, 0, 7, 10, 0)
+    head = line.HEAD.pack(line.LineKind.CALL, 1, 4, 0, 7, 10, 0)
     with served() as server, contextlib.closing(local.dial(server.address)) as broken:
         broken.sendall(stream.GREETING + head + b"push")
         assert b"shared memory 7, which was not handed over" in broken.recv(1000)
@@ -295,7 +295,7 @@ def test_a_client_without_a_descriptor_for_shared_memory_may_call_again() -> Non
     "sends",
     [
         "stream.StreamConnection(lambda: ours, 'here').call('ask', Frame(b''), timeout=timedelta(seconds=5))",
-        "line.Line(ours, 'here').encode(line.Kind.CALL, Frame(b'', SharedMemory(10**6).take(10**6)))",
+        "line.Line(ours, 'here').encode(line.LineKind.CALL, Frame(b'', SharedMemory(10**6).take(10**6)))",
     ],
     ids=["a frame", "shared memory"],
 )
@@ -343,7 +343,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
     address = f"127.0.0.1:{next(NUMBERS)}"
     server = LocalServer(address, stall=local.CONNECT / 20)
     server.serve(handler)
-    head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 10, 0)
+    head = line.HEAD.pack(line.LineKind.CALL, 0, 4, 0, 0, 10, 0)
     with contextlib.closing(local.dial(address)) as slow:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""  # an answer would be no ConnectionLost for a client that was only slow
@@ -361,8 +361,8 @@ def test_a_body_that_was_not_read_to_its_end_is_not_taken_for_the_next_answer() 
 
         def serve() -> None:
             with contextlib.closing(listener.accept()[0]) as sock:
-                end = line.HEAD.pack(line.Kind.END, 0, 0, 0, 0, 0, 0)
-                sock.sendall(line.HEAD.pack(line.Kind.ANSWER, 0, 0, 0, 0, 10 * len(end), 0))
+                end = line.HEAD.pack(line.LineKind.END, 0, 0, 0, 0, 0, 0)
+                sock.sendall(line.HEAD.pack(line.LineKind.ANSWER, 0, 0, 0, 0, 10 * len(end), 0))
                 assert released.wait(60)
                 with contextlib.suppress(BrokenPipeError):
                     sock.sendall(end * 10)

@@ -424,7 +424,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
     reading = Reading()
     server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=200))
     server.serve(reading)
-    head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 10, 0)
+    head = line.HEAD.pack(line.LineKind.CALL, 0, 4, 0, 0, 10, 0)
     with tcp.dial(server.address, speaks=LONG) as slow:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""
@@ -438,7 +438,7 @@ def test_a_client_that_sends_next_to_nothing_of_a_body_is_cut_off() -> None:
     reading = Reading()
     server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=500))
     server.serve(reading)
-    head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 1000, 0)
+    head = line.HEAD.pack(line.LineKind.CALL, 0, 4, 0, 0, 1000, 0)
     with tcp.dial(server.address, speaks=LONG) as slow:
         slow.sendall(stream.GREETING + head + b"push")
 
@@ -460,7 +460,7 @@ def test_a_header_that_is_only_announced_takes_no_memory() -> None:
     try:
         with tcp.dial(server.address, speaks=LONG) as stranger:
             stranger.sendall(
-                stream.GREETING + line.HEAD.pack(line.Kind.CALL, 0, 4, announced, 0, 0, 0) + b"push"
+                stream.GREETING + line.HEAD.pack(line.LineKind.CALL, 0, 4, announced, 0, 0, 0) + b"push"
             )
             assert stranger.recv(100) == b""
         assert tracemalloc.get_traced_memory()[1] < announced / 2

@@ -20,7 +20,7 @@ from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
-from elastic_ps.codec.state import Part, Snapshot
+from elastic_ps.codec.state import CopiedTensor, Snapshot
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
@@ -263,7 +263,7 @@ class Node:
             ]
             self._history.record("values", term=shard.term, values=values)
 
-    def take_state(self, term: int, part: Part, body: Incoming, order: OrderId | None = None) -> None:
+    def take_state(self, term: int, part: CopiedTensor, body: Incoming, order: OrderId | None = None) -> None:
         """On a standby, take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
         self._obey(term)
         # Take the shard first: a `configure` may replace it, and older orders are not for the new one.

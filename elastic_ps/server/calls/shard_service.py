@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from elastic_ps import codec
 from elastic_ps.codec.base import Payload
-from elastic_ps.codec.state import Part
+from elastic_ps.codec.state import CopiedTensor
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused, UserError
 from elastic_ps.server.calls.node import Node
@@ -165,7 +165,7 @@ class ShardService:
 
     @answers(calls.STATE)
     def _state(self, request: pb.StateRequest, incoming: Incoming) -> None:
-        part, order = from_message(Part, request), from_message(OrderId, request)
+        part, order = from_message(CopiedTensor, request), from_message(OrderId, request)
         self._node.take_state(request.term, part, incoming, order)
 
     @answers(calls.SUM)

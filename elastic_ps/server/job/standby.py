@@ -29,7 +29,7 @@ from datetime import timedelta
 from functools import partial
 
 from elastic_ps.codec import as_bytes
-from elastic_ps.codec.state import Part
+from elastic_ps.codec.state import CopiedTensor
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Application
 from elastic_ps.core.stages import STANDBY_STATES, StandbyEvent, StandbyState
@@ -190,7 +190,7 @@ class Follower:
             tensors = list(shard.stored(bucket))
             for stored in tensors:
                 where = bucket, stored.tensor, stored.start
-                part = Part(*where, stored.key, stored.dtype, stored.scalar, stored is tensors[-1])
+                part = CopiedTensor(*where, stored.key, stored.dtype, stored.scalar, stored is tensors[-1])
                 self._standby.state(part, as_bytes(stored.value), term=shard.term)
             copy.buckets.add(bucket)
             if slow():

@@ -31,7 +31,7 @@ from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.rows import Rows
-from elastic_ps.codec.state import Beside, Catching, Part, Snapshot, Source, Stored, read_state
+from elastic_ps.codec.state import Beside, Catching, CopiedTensor, Snapshot, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog
@@ -500,7 +500,7 @@ class Shard:
         """The live tensors of a bucket. Nothing may be applied meanwhile."""
         return self._buckets[bucket].stored()
 
-    def take_state(self, part: Part, incoming: Incoming) -> None:
+    def take_state(self, part: CopiedTensor, incoming: Incoming) -> None:
         """On a standby, take one tensor of a bucket over, at the version of the open round.
 
         Blocks while it is received. One thread at a time may call it.

@@ -23,7 +23,7 @@ from elastic_ps.codec.optimizers import (
     wide,
 )
 from elastic_ps.codec.reductions import REDUCTIONS
-from elastic_ps.codec.rows import History, Rows, RowSum
+from elastic_ps.codec.rows import RowChanges, Rows, RowSum
 from elastic_ps.codec.several import Kind
 from elastic_ps.codec.state import Source, Stored
 from elastic_ps.codec.stepper import Groups, Stepper
@@ -350,7 +350,7 @@ class TableValues(BucketValues):
         self._matrix = self.master.view(self._shape)
         self._parameters = [torch.nn.Parameter(self._matrix)]
         self._mean = RowSum(width, self.master.dtype)
-        self._history = History(self._shape[0])
+        self._history = RowChanges(self._shape[0])
         self._made: dict[int, Delta | None] = {}  # the changes since versions
 
     @property

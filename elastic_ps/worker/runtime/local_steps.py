@@ -20,7 +20,7 @@ from elastic_ps.core.fragments import fragments, steps_before, turn
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.core.working import Event
-from elastic_ps.data.states import Part
+from elastic_ps.data.states import Presence
 from elastic_ps.errors import ElasticPSError, InvalidModel, RefusalCode, Refused, UsageError
 from elastic_ps.worker.model.flat import Flat
 from elastic_ps.worker.runtime.gradients import Gradients
@@ -162,7 +162,7 @@ class LocalSteps:
         self._weighed = weight is not None
         self._trained = [before + records for before in self._trained]
         self._weights = [before + (weight or records) for before in self._weights]
-        if runtime.records.part is Part.LAST_STEP:
+        if runtime.records.presence is Presence.LAST_STEP:
             self.exchange()
             return
         if self.made >= (self._consistency.overlap or 0) and not self._finish():

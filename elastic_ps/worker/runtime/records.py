@@ -11,7 +11,7 @@ from typing import NamedTuple
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.working import Event, State
-from elastic_ps.data.states import LOOPS, PARTS, HandEvent, Loop, LoopEvent, Part, PartEvent
+from elastic_ps.data.states import LOOPS, PRESENCES, HandEvent, Loop, LoopEvent, Presence, PresenceEvent
 from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -58,13 +58,13 @@ class Records:
         close: lets this worker leave.
 
     Attributes:
-        part, loop: where this worker and its script are.
+        presence, loop: where this worker and its script are.
         loader: the loader that the script loops over, or has looped over last.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
     """
 
     def __init__(self, member: Membership, stopped: Stopping, close: Callable[[], object]) -> None:
-        self.part, self.loop = Part.IDLE, Loop.BEFORE
+        self.presence, self.loop = Presence.IDLE, Loop.BEFORE
         self.loader: object = None
         self.chief = False
         self._member, self._stopped, self._close = member, stopped, close
@@ -76,19 +76,19 @@ class Records:
     @property
     def over(self) -> bool:
         """Whether all records are in the model, or the training was stopped."""
-        return self.part is Part.OVER
+        return self.presence is Presence.OVER
 
     @property
     def computing(self) -> bool:
         """Whether this worker takes part in rounds, as far as is known."""
-        return self.part in (Part.COMPUTING, Part.LAST_STEP)
+        return self.presence in (Presence.COMPUTING, Presence.LAST_STEP)
 
     def note(self, event: LoopEvent) -> None:
         """The script's loops have come to this."""
         self.loop = LOOPS.after(self.loop, event)
 
-    def _note_part(self, event: PartEvent) -> None:
-        self.part = PARTS.after(self.part, event)
+    def _note_presence(self, event: PresenceEvent) -> None:
+        self.presence = PRESENCES.after(self.presence, event)
 
     def take(self, mine: DataSet, *, wait: bool, early: bool, epoch: int | None) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model.
@@ -126,7 +126,7 @@ class Records:
                 if wait:
                     if self.computing:
                         member.strategy.hand_over()
-                    self._note_part(PartEvent.ASK)
+                    self._note_presence(PresenceEvent.ASK)
                     self._left = False
                 said = member.drops, mine.data
                 new = mine._replace(data="", order="") if self._said == said else mine
@@ -175,7 +175,7 @@ class Records:
                 )
             if not strategy.has(granted.version):
                 strategy.fetch(granted.version, contributor=False)
-            self._note_part(PartEvent.FINISH)
+            self._note_presence(PresenceEvent.FINISH)
             self.chief = granted.chief
             self._member.has_been_chief |= granted.chief
 
@@ -240,10 +240,10 @@ class Records:
         self._batches.note(HandEvent.LAY_DOWN)
         self._left |= leaves
         if self._batches.computed:
-            self._note_part(PartEvent.LEAVE_IN_STEP)
+            self._note_presence(PresenceEvent.LEAVE_IN_STEP)
         elif (self.computing or leaves) and member.entered and member.working.state is not State.LEFT:
             member.exchange_steps()
-            self._note_part(PartEvent.LEAVE)
+            self._note_presence(PresenceEvent.LEAVE)
             try:
                 member.strategy.hand_over()
                 self._release(abandoned=member.working.in_step)

@@ -20,7 +20,7 @@ from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.core.working import Event, State
 from elastic_ps.data.batches import checked
-from elastic_ps.data.states import Hand, HandEvent, Loop, Part
+from elastic_ps.data.states import Hand, HandEvent, Loop, Presence
 from elastic_ps.embedding.ahead import no_rows
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.transport import calls
@@ -266,7 +266,7 @@ class Runtime(Membership):
 
         if counts := self.await_version(finish, settings, step.number):
             self.batches.step_made()
-        if self.records.part is Part.LAST_STEP:
+        if self.records.presence is Presence.LAST_STEP:
             self.records.stop_computing()
         return counts
 
@@ -362,7 +362,7 @@ class Runtime(Membership):
             if self.local is not None:
                 self.local.void()
         self.gradients.void()
-        if self.records.part is Part.LAST_STEP:
+        if self.records.presence is Presence.LAST_STEP:
             self.records.stop_computing()
 
     def skip_dropped(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.api.compression import CODECS, Compression
-from elastic_ps.codec.base import Codec, Encoded, Packed, Part, pack, unpack
+from elastic_ps.codec.base import Codec, Encoded, Packed, PackedTensor, pack, unpack
 from elastic_ps.codec.builtin import TopK
 from elastic_ps.codec.lossless import LOSSLESS, Compressed, Plain, Zstd
 from elastic_ps.codec.plan import BUILT_IN, Plan, make
@@ -354,20 +354,20 @@ def test_what_does_not_fit_is_not_decoded(name: str, change: dict[str, torch.Ten
 @pytest.mark.parametrize(
     ("parts", "values"),
     [
-        ([Part("a", "float32", 3)], ""),
-        ([Part("a", "float128", 1)], ""),
-        ([Part("a", "__class__", 1)], ""),
-        ([Part("a", "uint8", 8)], "{"),
-        ([Part("a", "uint8", 8)], "[1]"),
+        ([PackedTensor("a", "float32", 3)], ""),
+        ([PackedTensor("a", "float128", 1)], ""),
+        ([PackedTensor("a", "__class__", 1)], ""),
+        ([PackedTensor("a", "uint8", 8)], "{"),
+        ([PackedTensor("a", "uint8", 8)], "[1]"),
     ],
 )
-def test_bytes_that_do_not_fit_are_refused(parts: list[Part], values: str) -> None:
+def test_bytes_that_do_not_fit_are_refused(parts: list[PackedTensor], values: str) -> None:
     with pytest.raises(Malformed):
         unpack([Packed(tuple(parts), values)], memoryview(bytes(8)))
 
 
 def test_parts_need_not_be_aligned() -> None:
-    parts = (Part("a", "uint8", 1), Part("b", "float32", 1))
+    parts = (PackedTensor("a", "uint8", 1), PackedTensor("b", "float32", 1))
     (encoded,) = unpack([Packed(parts, "")], memoryview(bytes(5)))
     assert encoded.tensors["b"].tolist() == [0.0]
 

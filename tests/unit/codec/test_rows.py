@@ -13,7 +13,7 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
-from elastic_ps.codec.rows import MOST_VERSIONS, ROWS, History, Rows, RowSum, put
+from elastic_ps.codec.rows import MOST_VERSIONS, ROWS, RowChanges, Rows, RowSum, put
 from elastic_ps.codec.stepper import Stepper
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
@@ -104,7 +104,7 @@ def test_a_part_of_a_table_has_numbers_of_its_own() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 19), max_size=4), max_size=12), st.integers(0, 12))
 def test_the_rows_since_a_version_are_those_that_have_changed(changed: list[set[int]], since: int) -> None:
-    history = History(20)
+    history = RowChanges(20)
     history.begin(0)
     for version, rows in enumerate(changed, 1):
         history.note(version, torch.tensor(sorted(rows), dtype=torch.int64))
@@ -116,7 +116,7 @@ def test_the_rows_since_a_version_are_those_that_have_changed(changed: list[set[
 
 
 def test_a_worker_that_is_too_far_behind_needs_the_table() -> None:
-    history = History(1000)
+    history = RowChanges(1000)
     history.begin(5)
     for version in range(6, 6 + MOST_VERSIONS):
         history.note(version, torch.tensor([1]))

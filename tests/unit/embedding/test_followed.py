@@ -13,7 +13,7 @@ from elastic_ps.core.settings import Application, Settings
 from elastic_ps.embedding import LazyAdam, Table, TableSpec, uniform
 from elastic_ps.embedding.followed import FollowingTables, StandbyRows
 from elastic_ps.embedding.module import Gradient
-from elastic_ps.embedding.served import ShardTables, Step
+from elastic_ps.embedding.served import ShardTables, StepRows
 from elastic_ps.embedding.stored import parts_in
 from elastic_ps.embedding.table import State
 from elastic_ps.errors import RefusalCode, Refused
@@ -73,7 +73,7 @@ class Pair:
                 ids = np.unique((np.arange(3) * version * (worker + 1)) % 7)
                 values = torch.full((len(ids), spec.dim), 0.1 * version + attempt)
                 gradients[spec.name] = Gradient(ids, values, np.ones_like(ids))
-            self.shard.push(worker, Step(1, 10 * version + attempt, 1.5, gradients), [SPEC, OTHER])
+            self.shard.push(worker, StepRows(1, 10 * version + attempt, 1.5, gradients), [SPEC, OTHER])
 
     def require_equal(self, version: int) -> None:
         mine, its = (_states(tables, version) for tables in (self.shard, self.standby))
@@ -131,7 +131,7 @@ def test_a_standby_drops_the_rows_that_its_shard_drops_by_time() -> None:
     pair = Pair()
     for version in range(1, 140):
         used = 3 < version < 60 or version > 110
-        step = Step(1, version, 1.0, {"a": _ones([version, 1000] if used else [])})
+        step = StepRows(1, version, 1.0, {"a": _ones([version, 1000] if used else [])})
         pair.shard.push(0, step, [spec])
         made = Application(0, [(0, 1, version)], 1.0, Settings(({"lr": 0.1},)), time=61.0 * version)
         # It begins with one without rows, and in other terms with one that has some, and has them no more.

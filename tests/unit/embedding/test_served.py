@@ -19,7 +19,7 @@ from elastic_ps.core.settings import Application, Settings
 from elastic_ps.embedding import SGD, Adagrad, Table, TableSpec, normal, uniform
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.placing import shard_of
-from elastic_ps.embedding.served import Contributor, ShardTables, Step, read_body
+from elastic_ps.embedding.served import Contributor, ShardTables, StepRows, read_body
 from elastic_ps.embedding.stored import part_of, parts_in, spec_from_text, spec_to_text
 from elastic_ps.embedding.table import WhenFull
 from elastic_ps.errors import CheckpointCorrupt, ConnectionLost, InvalidModel, Malformed, RefusalCode, Refused
@@ -39,7 +39,7 @@ def gradient(ids: Sequence[int], value: float = 1.0, count: int = 2) -> Gradient
 def push(
     tables: ShardTables, worker: int, number: int, rows: Gradient, *, samples: int = 1, incarnation: int = 1
 ) -> bool:
-    return tables.push(worker, Step(incarnation, number, samples, {"a": rows}), [SPEC])
+    return tables.push(worker, StepRows(incarnation, number, samples, {"a": rows}), [SPEC])
 
 
 def order(steps: Collection[Contributor], weight: float) -> Application:
@@ -94,7 +94,7 @@ def test_several_steps_of_a_worker_may_be_in_a_version() -> None:
 def test_rows_have_the_learning_rate_of_a_stale_step_and_of_a_scheduler_if_they_are_to() -> None:
     specs = [replace(SPEC, name=name, optimizer=SGD(lr=1.0, scheduled=name == "b")) for name in "ab"]
     tables = ShardTables(0, 1)
-    tables.push(0, Step(1, 0, 1, {spec.name: gradient([1]) for spec in specs}), specs)
+    tables.push(0, StepRows(1, 0, 1, {spec.name: gradient([1]) for spec in specs}), specs)
     settings = Settings(({"lr": 0.05},), first=({"lr": 0.8},))  # the scheduler has made 0.2 of 0.8
     tables.apply(1, Application(0, [(0, 1, 0)], 1, settings, divisor=4.0))
     first = [lookup(ShardTables(0, 1), [1], spec) for spec in specs]
@@ -132,7 +132,7 @@ def test_the_rows_of_a_lost_step_are_not_kept() -> None:
     for number in range(3):
         push(tables, 0, number, gradient([1]))
     push(tables, 1, 0, gradient([1]))
-    tables.push(0, Step(1, 3, 1, {"a": gradient([1])}), [SPEC], lost=[0, 2, 9])
+    tables.push(0, StepRows(1, 3, 1, {"a": gradient([1])}), [SPEC], lost=[0, 2, 9])
     assert tables.waiting_steps == 3
     with pytest.raises(Refused):
         tables.require(1, order({(0, 1, 2)}, 1))
@@ -224,7 +224,7 @@ def test_all_rows_are_in_the_columns_of_two_shards_once() -> None:
         tables = ShardTables(shard, 2)
         ids = np.arange(50)[shard_of(np.arange(50), 2) == shard]
         new, old = gradient(ids[::2].tolist(), count=1), gradient(ids[1::2].tolist())
-        tables.push(0, Step(1, 0, 1, {"a": new, "b": old}), [SPEC, other])
+        tables.push(0, StepRows(1, 0, 1, {"a": new, "b": old}), [SPEC, other])
         tables.apply(1, order({(0, 1, 0)}, 1))
         parts += parts_of(tables.snapshot(1).read())
     found: dict[str, Table] = {}
@@ -246,7 +246,7 @@ def test_a_table_is_as_it_was_when_it_is_loaded_by_as_many_servers() -> None:
     spec = replace(SPEC, table_bytes=3 * SPEC.row_bytes)
     tables = ShardTables(0, 1)
     for number, (ids, count) in enumerate([([1, 2, 3, 4], 1), ([5, 6, 7], 2)]):
-        tables.push(0, Step(1, number, 1, {"a": gradient(ids, count=count)}), [spec])
+        tables.push(0, StepRows(1, number, 1, {"a": gradient(ids, count=count)}), [spec])
         tables.apply(number + 1, order({(0, 1, number)}, 1))
     parts, again = parts_of(tables.snapshot(2).read()), ShardTables(0, 1)
     again.load(cast("Reader", Merged(lambda: parts)))
@@ -261,7 +261,7 @@ def test_rows_that_later_parts_remove_are_in_no_budget() -> None:
         tables = ShardTables(shard, 2)
         old, new = (np.arange(first, 40)[shard_of(np.arange(first, 40), 2) == shard] for first in (0, 20))
         for number, ids in enumerate([old[:3], new[:1], new[:1], new[:1], new[:1]]):
-            tables.push(0, Step(1, number, 1, {"a": gradient(ids.tolist())}), [spec])
+            tables.push(0, StepRows(1, number, 1, {"a": gradient(ids.tolist())}), [spec])
             tables.apply(number + 1, order({(0, 1, number)}, 1))
             if number == 0:
                 every[0] += parts_of(tables.snapshot(1).read())
@@ -279,7 +279,7 @@ def test_full_tables_of_several_shards_are_no_more_than_full_on_one(when_full: W
         tables = ShardTables(shard, 3)
         ids = np.arange(60)[shard_of(np.arange(60), 3) == shard]
         for number, id_ in enumerate(ids.tolist()):
-            tables.push(0, Step(1, number, 1, {"a": gradient([id_])}), [spec])
+            tables.push(0, StepRows(1, number, 1, {"a": gradient([id_])}), [spec])
             tables.apply(id_ + 1, order({(0, 1, number)}, 1))
         assert tables.counts()[0].rows == 10
         parts += parts_of(tables.snapshot(60).read())

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from elastic_ps.codec.state import Part
+from elastic_ps.codec.state import CopiedTensor
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost
@@ -68,7 +68,7 @@ def test_a_standby_may_take_as_long_as_a_large_bucket_needs() -> None:
     noting, body = Noting(), memoryview(bytes(2 * SLOWEST))
     remote = RemoteShard("job", noting, timeout=timedelta(seconds=10))
     remote.sum(sum_key(1, 0, 0, 0), body, [True])
-    remote.state(Part(0, 0, 0, "value", "float32", False, True), body, term=1)
+    remote.state(CopiedTensor(0, 0, 0, "value", "float32", False, True), body, term=1)
     remote.rows(pb.RowsRequest(), body, term=1)
     assert noting.given == [timedelta(seconds=12)] * 3
 

@@ -17,7 +17,7 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Application, Settings
 from elastic_ps.embedding import SGD, Table, TableSpec, constant
 from elastic_ps.embedding.module import Gradient
-from elastic_ps.embedding.served import Step
+from elastic_ps.embedding.served import StepRows
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.limits import USUAL
 from elastic_ps.server.shards.pulls import Pull, Pulled, RestartedAs
@@ -208,7 +208,7 @@ def test_a_shard_that_fails_in_the_middle_of_the_rows_has_lost_the_model(
     specs = [TableSpec(name=name, dim=1, init=constant(0.0), optimizer=SGD(lr=1.0)) for name in "ab"]
     one = np.ones(1, dtype=np.int64)
     gradients = {spec.name: Gradient(one, ones(1).view(1, 1), one) for spec in specs}
-    rig.shard.tables.push(0, Step(10, 0, 1.0, gradients), specs)
+    rig.shard.tables.push(0, StepRows(10, 0, 1.0, gradients), specs)
     calls = itertools.count(1)
     machine.fails(monkeypatch, Table, "update", MemoryError("no memory for a row"), lambda: next(calls) == 2)
     with pytest.raises(MemoryError):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensor
 
-from elastic_ps.codec.state import Part
+from elastic_ps.codec.state import CopiedTensor
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Application, Settings
@@ -278,9 +278,9 @@ def test_a_shard_without_buckets_is_followed() -> None:
         pair.close()
 
 
-def part(**change: object) -> Part:
+def part(**change: object) -> CopiedTensor:
     fields = {"tensor": 0, "start": 0, "key": "value", "dtype": "float32", "scalar": False, "last": True}
-    return Part(**{"bucket": 0, **fields, **change})  # type: ignore[arg-type]
+    return CopiedTensor(**{"bucket": 0, **fields, **change})  # type: ignore[arg-type]
 
 
 @pytest.fixture

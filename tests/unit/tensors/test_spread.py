@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.tensors.spread import Kind, spread
+from elastic_ps.tensors.spread import Spec, spread
 
 SHAPES = st.lists(st.integers(1, 40), max_size=4)
 
@@ -45,5 +45,5 @@ def test_the_home_depends_on_the_name_alone() -> None:
 
 
 def test_the_size_is_in_bytes() -> None:
-    kinds = [Kind("x", (), "float32"), Kind("x", (3, 5), "float64"), Kind("x", (0, 5), "int8")]
+    kinds = [Spec("x", (), "float32"), Spec("x", (3, 5), "float64"), Spec("x", (0, 5), "int8")]
     assert [kind.nbytes for kind in kinds] == [4, 120, 0]

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed
 from elastic_ps.transport.base import Frame, Limits
-from elastic_ps.transport.line import AHEAD, HEAD, SMALL, Kind, Line
+from elastic_ps.transport.line import AHEAD, HEAD, SMALL, Line, LineKind
 from elastic_ps.transport.memory import SharedMemory
 
 
@@ -36,7 +36,7 @@ def test_frames_that_have_arrived_together_are_read_one_by_one() -> None:
     sent: list[bytes | memoryview] = [b"first", shared, b"third", bytes(AHEAD) + b"long", b"last"]
     sender, receiver = Line(theirs, "a worker"), Line(ours, "a server")
     for number, body in enumerate(sent):
-        parts, _ = sender.encode(Kind.ANSWER, Frame(b"%d" % number, memoryview(body)))
+        parts, _ = sender.encode(LineKind.ANSWER, Frame(b"%d" % number, memoryview(body)))
         sender.send(parts, time.monotonic() + 10)
     for number, body in enumerate(sent):
         deadline = time.monotonic() + 10

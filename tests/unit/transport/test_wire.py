@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic_ps.errors import ElasticPSError, Malformed, RefusalCode, Refused
 from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Limits
-from elastic_ps.transport.refusal import Kind, Refusal
+from elastic_ps.transport.refusal import Blame, Refusal
 from elastic_ps.transport.wire import CHUNK, MESSAGE_BYTES, Receiver, encode_refusal, fits, messages
 
 SIZES = [0, 1, 127, 128, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7]
@@ -62,8 +62,8 @@ def test_messages_of_the_schema_are_frames(header_size: int, body_size: int) -> 
     assert source.next() is None
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_refusals_are_messages_of_the_schema(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(Blame))
+def test_refusals_are_messages_of_the_schema(kind: Blame) -> None:
     refusal = Refusal(kind, RefusalCode.STALE_TERM, "no")
     parsed = frame_pb2.Message.FromString(encode_refusal(refusal))
     assert parsed.refusal == frame_pb2.Refusal(kind=frame_pb2.Refusal.Kind.Name(kind), code=1, message="no")
