@@ -43,6 +43,12 @@ CLEARLY_BETTER = 0.9
 AT_ONCE = 3.0
 """If the first window's mean is above this multiple of the first loss, the model has diverged within it."""
 
+STEADY = 0.06
+"""If losses change more from one to the next, the first one is chance: no loss has to be below it."""
+
+NEWEST = 0.1
+"""The weight of the newest change in the mean change."""
+
 
 class Finding(NamedTuple):
     """Why a job does not learn. `reason`: one word, as in a condition; `text`: for a person."""
@@ -60,9 +66,10 @@ class Trend:
         losses: the number of finite losses.
         unjudged: whether their size is not judged: one was negative, or the first one came after `LONG`.
         first: the first loss; None before there is one.
-        start: the loss before anything was learned: the mean of the first window, or `first` if the model
-            diverged within it. None before the end of that window.
-        best, latest: the least and the last mean of a window; 0 before there is a `start`.
+        start: the mean of the first window; None before its end.
+        last, change: the newest loss, and the mean change from one loss to the next, as a part of the larger.
+        best, latest: the least and the last mean of a window; 0 before there is a `start`. If the model has
+            diverged within the first window, `best` begins with `first`.
         window, count, mean: the open window's number, the number of its losses, and their mean.
         above, flat: the window since which the loss has been far above its best, or no better than at the
             start; None if it is not.
@@ -74,6 +81,8 @@ class Trend:
     unjudged: bool = False
     first: float | None = None
     start: float | None = None
+    last: float = 0.0
+    change: float = 0.0
     best: float = 0.0
     latest: float = 0.0
     window: int = 0
@@ -102,7 +111,9 @@ class Trend:
         window = int(done * WINDOWS)
         if self.count and window != self.window:
             self._close(self.first)
-        self.losses += 1
+        if self.losses and (larger := max(loss, self.last)) > 0:
+            self.change += NEWEST * (abs(loss - self.last) / larger - self.change)
+        self.losses, self.last = self.losses + 1, loss
         self.window, self.count = window, self.count + 1
         self.mean += (loss - self.mean) / self.count
 
@@ -110,15 +121,27 @@ class Trend:
         """Close the open window."""
         mean = self.mean
         if self.start is None:
-            self.start = self.best = first if mean > AT_ONCE * first else mean
-        far = mean > max(FAR * self.best, self.start)
-        best = self.best = min(self.best, mean)
-        start = min(first, self.start) if best >= NEVER_BETTER * first else self.start
-        flat = mean >= (CLEARLY_BETTER if self._no_better else BETTER) * start
+            self.start = mean
+            self.best = first if self._at_once else mean
+        far = mean > max(FAR * self.best, first if self._at_once else self.start)
+        self.best = min(self.best, mean)
+        flat = mean >= (CLEARLY_BETTER if self._no_better else BETTER) * self._untrained
         self.above = (self.window if self.above is None else self.above) if far else None
         self.flat = (self.window if self.flat is None else self.flat) if flat else None
         self.latest = mean
         self.count = 0
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether the model seems to have diverged within the first window."""
+        return self.start is not None and self.start > AT_ONCE * (self.first or math.inf)
+
+    @property
+    def _untrained(self) -> float:
+        """The loss before anything was learned: that of the first window, or the first one of all."""
+        first, start = self.first or math.inf, self.start or 0.0
+        alone = self.change <= STEADY and (self._at_once or self.best >= NEVER_BETTER * first)
+        return min(first, start) if alone else start
 
     def begin_again(self) -> None:
         """Begin a term: remember how good the loss was, and forget the finding.
@@ -141,7 +164,7 @@ class Trend:
             return Finding("LossFarAboveBest", text)
         if self._no_better:
             text = f"{now} after {self.at:.0%} of the job, no better than at the start, when it was "
-            return Finding("LossNoBetter", f"{text}{self.start:.4g}")
+            return Finding("LossNoBetter", f"{text}{self._untrained:.4g}")
         return None
 
     @property

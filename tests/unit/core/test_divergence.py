@@ -50,6 +50,14 @@ def test_of_a_job_that_learns_nothing_is_found(seed: int, of: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("first", [0.0, 0.3, 1.5])
+def test_an_easy_first_batch_is_not_what_a_noisy_loss_has_to_fall_below(first: float, seed: int) -> None:
+    """As of a large model that learns a little more, of images without an object, or of empty texts."""
+    curve = [learning(step, start=2.0, end=1.6) for step in range(STEPS)]
+    assert found([first, *noisy(curve[1:], seed=seed, by=0.15)]) == [("", 1)]
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_a_loss_that_stays_where_it_was_is_no_better_from_half_of_the_job_on(seed: int) -> None:
     """A dead network comes to a loss a little below that of its first values, of log(10) for ten classes."""
     losses = noisy([2.32, *[math.log(10)] * (STEPS - 1)], seed=seed, by=0.02)
