@@ -96,6 +96,7 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._durable: tuple[int, float] | None = None
         self._last = self._durable_at = now
+        self._newer_since = math.inf  # when `problem` was first asked for a version that is not on disk
         self._last_version = self._number = 0
         self._pending: Manifest | None = None
         self._files: dict[int, list[ShardFile]] = {}
@@ -151,12 +152,14 @@ class Checkpointer:
     def problem(self, version: int, now: float) -> str:
         """The problem with the checkpoints while the model is at `version`; "" if there is none."""
         with self._lock:
-            problem = self._unsure or self._problem
-            if problem or self._durable is None or self._durable[0] >= version:
+            if problem := self._unsure or self._problem:
                 return problem
-            age = now - self._durable_at
-            interval = self._times.interval
-            if age <= (3 * interval + OVERDUE).total_seconds():
+            if self._durable is None or self._durable[0] >= version:
+                self._newer_since = math.inf
+                return ""
+            self._newer_since = min(self._newer_since, now)
+            age, interval = now - self._durable_at, self._times.interval
+            if min(age, now - self._newer_since) <= (3 * interval + OVERDUE).total_seconds():
                 return ""
             return (
                 f"the newest checkpoint, of version {self._durable[0]}, is {age:.0f} s old, but a checkpoint "
@@ -316,9 +319,8 @@ class Checkpointer:
     def await_whole(self, ask: Callable[[], None], *, closing: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
 
-        As long as the shards answer, they write, which takes long if a part is large. The checkpoint is given
-        up after `ServerLimits.given_up`, or if a shard does not answer for `ServerLimits.patience`. It cannot
-        become whole later.
+        It is given up after `ServerLimits.given_up`, or if a shard does not answer for
+        `ServerLimits.patience`. Then it cannot become whole later.
 
         Args:
             closing: whether the process is about to end. Then this waits for `ServerLimits.patience` at most.
@@ -409,10 +411,8 @@ class Checkpointer:
             assert self._store is not None
             problem, fenced = "", False
             try:
-                work = self.evaluation_queue
-                held = work.held if work is not None else results.kept(self._store.directory)
-                with self._lock:
-                    keep = self._times.keep
+                asks, keep = self.evaluation_queue, self._times.keep
+                held = results.kept(self._store.directory) if asks is None else asks.held
                 self._store.commit(manifest, keep=keep, held=held)
                 logger.info("version %d is on disk", manifest.version)
             except CheckpointError as error:

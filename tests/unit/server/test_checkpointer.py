@@ -204,9 +204,12 @@ def test_an_old_checkpoint_is_a_problem_whatever_the_reason(store: Store, checkp
     """For whatever reason none comes, it must not go unseen."""
     keep(store, checkpoints, 1)
     now = time.monotonic()
+    assert not checkpoints.problem(version=2, now=now), "it has just been made"
     assert not checkpoints.problem(version=2, now=now + 149), "three intervals and a minute are granted"
     assert "of version 1, is 1" in checkpoints.problem(version=2, now=now + 151)
     assert not checkpoints.problem(version=1, now=now + 10_000), "there is nothing newer to write"
+    assert not checkpoints.problem(version=2, now=now + 10_001), "a step has taken long, and is being written"
+    assert "of version 1, is 1" in checkpoints.problem(version=3, now=now + 10_152)
 
 
 def test_a_checkpoint_whose_parts_do_not_come_is_given_up_and_another_one_begun(
