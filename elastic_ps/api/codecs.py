@@ -81,7 +81,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 
 def with_options(make: Callable[..., _T], name: str, options: Mapping[str, Any]) -> _T:
-    """Return `make(**options)`. Raises ValueError, which says what the codec takes, if it refuses them."""
+    """Return `make(**options)`. Raises ValueError if that fails, which says why, or what the codec takes."""
     takes = inspect.signature(make)
     try:
         takes.bind(**options)
@@ -92,6 +92,8 @@ def with_options(make: Callable[..., _T], name: str, options: Mapping[str, Any])
             f"the codec {name} does not take the options {dict(options)}: {error}. It takes: "
             f"{known or 'none'}"
         ) from error
+    except Exception as error:  # (a class of the user's own)
+        raise ValueError(f"the codec {name} cannot be made here: {type(error).__name__}: {error}") from error
 
 
 def _is_whole(value: object) -> bool:

@@ -263,6 +263,10 @@ REFUSED_COMPRESSIONS: list[tuple[dict[str, Any], str]] = [
         {"codec": "tests.unit.codec.test_codecs:Heavy", "options": {"blok": 3}},
         "does not take the options {'blok': 3}",
     ),
+    (
+        {"codec": "tests.unit.codec.test_codecs:Needy"},
+        "Needy cannot be made here: ModuleNotFoundError: No module named 'no_such_package'",
+    ),
 ]
 
 

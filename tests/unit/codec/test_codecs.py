@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from contextlib import suppress
@@ -40,6 +41,13 @@ class Negative(Codec):
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         out.copy_(encoded.tensors["negative"] * encoded.values["factor"])
+
+
+class Needy(Negative):
+    """A codec that needs a package."""
+
+    def __init__(self) -> None:
+        importlib.import_module("no_such_package")
 
 
 class Heavy(Negative):
