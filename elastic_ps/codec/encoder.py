@@ -42,11 +42,7 @@ logger = logging.getLogger(__name__)
 class Meter(Protocol):
     """Counts the traffic; see `worker.wire.measuring.Traffic`."""
 
-    def pushed(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None: ...
-
-    def busy(self, seconds: float) -> None: ...
-    def hid(self, seconds: float) -> None: ...
-
+    def add(self, **counts: float) -> None: ...
     def chose(self, codec: str) -> None: ...
 
 
@@ -167,7 +163,7 @@ class Encoder:
                 self._feedback.pushed((self._term, *(into or (version, 0))))
         if isinstance(gradient, Rows):
             packed = gradient.packed(bucket.elements // self._layout.width(bucket))
-            self._traffic.pushed(packed.nbytes, plain=packed.nbytes)
+            self._traffic.add(pushed_bytes=packed.nbytes, pushed_plain_bytes=packed.nbytes)
             return Payload(packed.body[0], ROWS, present=present)
         started = time.monotonic_ns()
         with self._encoding[bucket.index]:  # two threads push it, if the round starts again meanwhile
@@ -180,7 +176,7 @@ class Encoder:
         if payload.runs:
             seconds = (ended - started) / 1e9
             self._trace.complete("encode", started, ended, bucket=bucket.index, bytes=size, plain=plain)
-        self._traffic.pushed(size, plain=plain, seconds=seconds)
+        self._traffic.add(pushed_bytes=size, pushed_plain_bytes=plain, encode_seconds=seconds)
         return payload
 
     def _encoded(
@@ -271,7 +267,7 @@ class CodecSelection:
         """Count the time of encoding and pushing so far in the step as hidden behind backward."""
         with self._lock:
             now = time.monotonic() - self._since if self._busy else 0.0
-            self._traffic.hid(self._seconds + now)
+            self._traffic.add(hidden_seconds=self._seconds + now)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -288,7 +284,7 @@ class CodecSelection:
                 if not self._busy:
                     seconds = time.monotonic() - self._since
                     self._seconds += seconds
-                    self._traffic.busy(seconds)
+                    self._traffic.add(push_seconds=seconds)
 
     def end(self) -> None:
         """Note that the step is in the model."""

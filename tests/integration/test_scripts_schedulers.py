@@ -204,6 +204,34 @@ def test_what_was_not_sent_yet_stays_when_the_worker_joins_again(
     assert [rate for _, rate, _ in found] == pytest.approx(rates)
 
 
+def test_what_was_set_before_a_scheduler_in_a_job_that_has_begun_stays(tmp_path: Path) -> None:
+    """The scheduler's own rate does not."""
+    found = list[tuple[Any, Any]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        (group,) = optimizer.param_groups
+        if session.worker == 1:
+            group["weight_decay"], group["lr"] = 0.25, 0.5
+        session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.9), interval="step")
+        if session.worker == 1:
+            found.append((group["weight_decay"], group["lr"] / 0.9**session.version))
+            return
+        for x, y in session.loader(Numbers(80), 4):
+            if session.version == 4:
+                job.start(1, script)
+                job.until(lambda: bool(found), "another worker has set its own")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, worker={"replicas": 2}) as job:
+        job.start(0, script)
+        job.join()
+    assert found == [(0.25, pytest.approx(0.02))]
+
+
 class OfUser(lr_scheduler.ReduceLROnPlateau):
     def step(self, val_loss: Any) -> None:  # type: ignore[override]
         super().step(val_loss)

@@ -189,7 +189,8 @@ class Schedule:
                     values = index, key, ours[key], first[key], index, key
                     logger.warning(
                         "param_groups[%d] has %s=%r, but the job began with %r and keeps that value. To "
-                        "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...)",
+                        "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...) and "
+                        "session.scheduler(...)",
                         *values,
                     )
         self.take_over(settings, keeps=False)
@@ -206,7 +207,13 @@ class Schedule:
                 if self._own and ours != first:
                     text = "the job's scheduler began with the rates %s and goes on from them, not from %s"
                     logger.warning(text, first, ours)
+            # The constructor has set rates and momenta, and no other hyperparameters.
+            others = [
+                each for each in self._changed(self._in_force) if not any(s in each[1] for s in _SCHEDULED)
+            ]
             self.take_over(self._in_force, keeps=False)
+            for group, key, value in others:
+                group[key] = value
 
     def take_over(self, settings: Settings, *, keeps: bool = True) -> None:
         """Take over the settings of the version that this worker has got.

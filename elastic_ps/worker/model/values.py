@@ -177,7 +177,9 @@ class Values:
         if into is None:
             self._flat.take_rows(bucket, None)
             self.arrived(bucket, reply.version)
-        self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
+        self._traffic.add(
+            pulled_bytes=incoming.size, pulled_plain_bytes=bucket.nbytes, decode_seconds=seconds
+        )
         return changes
 
     def _receive_rows(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
@@ -193,7 +195,7 @@ class Values:
         if not self.has(bucket, reply.delta):
             self._flat.take_rows(bucket, rows)
         self.arrived(bucket, reply.version)
-        self._traffic.pulled(incoming.size, plain=incoming.size)
+        self._traffic.add(pulled_bytes=incoming.size, pulled_plain_bytes=incoming.size)
 
     def has(self, bucket: Bucket, version: int) -> bool:
         """Whether the values that are there are of the version, or of a newer one."""

@@ -28,29 +28,11 @@ class Traffic:
         with self._lock:
             self._counts = pb.Traffic()
 
-    def pushed(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None:
-        """A gradient is sent. `plain`: its bytes without a codec; `seconds`: what it took to encode."""
+    def add(self, **counts: float) -> None:
+        """Add to these fields of the message: the bytes sent or received, or seconds."""
         with self._lock:
-            self._counts.pushed_bytes += nbytes
-            self._counts.pushed_plain_bytes += plain
-            self._counts.encode_seconds += seconds
-
-    def pulled(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None:
-        """Values have been received. `plain`: their bytes without a codec; `seconds`: to decode them."""
-        with self._lock:
-            self._counts.pulled_bytes += nbytes
-            self._counts.pulled_plain_bytes += plain
-            self._counts.decode_seconds += seconds
-
-    def busy(self, seconds: float) -> None:
-        """Add the time for which gradients were being encoded or sent."""
-        with self._lock:
-            self._counts.push_seconds += seconds
-
-    def hid(self, seconds: float) -> None:
-        """Add the part of that time during which backward ran."""
-        with self._lock:
-            self._counts.hidden_seconds += seconds
+            for name, count in counts.items():
+                setattr(self._counts, name, getattr(self._counts, name) + count)
 
     def chose(self, codec: str) -> None:
         """Gradients are sent with this codec from now on."""
