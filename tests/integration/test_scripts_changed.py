@@ -80,6 +80,33 @@ def test_values_changed_between_steps_are_refused(
     failing(tmp_path, lambda s: train(s, change, at=at, make=make), UsageError, match)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"strategy": "all-reduce"},
+        {"consistency": {"mode": "local", "steps": 4}},
+        {"consistency": {"mode": "local", "steps": 4, "outer": "easgd"}},
+    ],
+    ids=["all-reduce", "diloco", "easgd"],
+)
+def test_values_loaded_too_late_are_refused_where_workers_make_the_steps(
+    tmp_path: Path, spec: dict[str, Any]
+) -> None:
+    """The job's values would replace them, or be mixed with them."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        load(model)
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    match = "the script has changed .* since session.optimizer.* Load values before session.optimizer"
+    failing(tmp_path, script, UsageError, match, **spec)
+
+
 @pytest.mark.parametrize("make", [make_mlp, channels_last])
 def test_values_that_are_put_back_are_not_changed(
     tmp_path: Path, make: Callable[[], torch.nn.Module]

@@ -219,8 +219,7 @@ class WriteDetector:
     def changed(self, *, thorough: bool = False) -> list[int] | None:
         """The tensors that were changed since values arrived: [] if it is not known which; None: none.
 
-        Args:
-            thorough: look at all tensors.
+        `thorough`: look at all tensors.
         """
         if not self._closed:
             return None

@@ -302,10 +302,7 @@ class Flat:
     def check(self, *, thorough: bool = False) -> None:
         """Take over what the script has assigned to buffers.
 
-        Raises UsageError if it has changed tensors that only the job can change.
-
-        Args:
-            thorough: look at all tensors, because the values are about to be replaced.
+        Raises UsageError if it has changed tensors that only the job can change; `thorough`: looks at all.
         """
         self.check_memory()
         if (changed := self._writes.changed(thorough=thorough)) is None:
@@ -331,6 +328,16 @@ class Flat:
             "within limits, use the options clamp, max_norm and keep_zeros of a parameter group. If the "
             "optimizer does not train a tensor, name it in session.optimizer(..., averaged=[...])"
         )
+
+    def check_given(self) -> None:
+        """Raise UsageError if the script has changed parameters that it trains here since they were given."""
+        for index in self._apart:
+            spec = self.layout.tensors[index]
+            if spec.rule is Rule.GRADIENT and not torch.equal(self.tensors[index].cpu(), self.value(index)):
+                raise UsageError(
+                    f"the script has changed {spec.name} since session.optimizer(...), which has given the "
+                    "model the values of the job. Load values before session.optimizer(...)"
+                )
 
     def put_values(self) -> None:
         """Put the model's values, which the script has changed, where contributions are sent from.

@@ -65,6 +65,7 @@ class Membership:
         spec: the job's, as of the last time that this worker has joined.
         schedule, model, gradients, overlap: from `session.optimizer` on.
         local: likewise, in mode `local`.
+        check_given: see `Flat.check_given`; does nothing unless the script makes the steps.
         make_step: has the script's own optimizer make a step on this worker.
         batches: the batches that the script has in hand for the next step.
         slices: divides batches among the processes.
@@ -98,6 +99,7 @@ class Membership:
         self.slices = Slices(self.world.rank, self.world.size)
         self.model: torch.nn.Module | None = None
         self.local: LocalTraining | None = None
+        self.check_given: Callable[[], None] = lambda: None
         self.steps = self.drops = self.untold = 0
         self.repeats: list[Callable[[], None]] = []
         self.has_been_chief = False
@@ -194,6 +196,8 @@ class Membership:
         joined = self._initialise(strategy, joined, flat, imported)
         if imported is None and self._keeps_first(flat):
             self._first = flat
+        if self.spec.steps_on_workers:
+            self.check_given = flat.check_given
         if not joined.initialise:
             self.schedule.joined(self.in_force)
         self._note_join(joined.version)

@@ -90,6 +90,11 @@ class Records:
     def _note_presence(self, event: PresenceEvent) -> None:
         self.presence = PRESENCES.after(self.presence, event)
 
+    def check_first(self) -> None:
+        """See `Flat.check_given`. After the first call for records, the script may change the model."""
+        if self._said is None:
+            self._member.check_given()
+
     def take(self, mine: DataSet, *, wait: bool, early: bool, epoch: int | None) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model.
 

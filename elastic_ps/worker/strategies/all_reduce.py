@@ -99,8 +99,6 @@ class AllReduce(Strategy):
         self._began = 0.0
         self._lasted = math.inf  # from the first gradient of the last step until all had computed theirs
 
-    # --- what the runtime asks
-
     def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
         self.under_way, self._problem, self._overlap = step, None, None
         self._present.clear()

@@ -137,11 +137,7 @@ class Strategy(ABC):
         raise UsageError(self.cannot_assign)
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
-        """Versions are made so from now on; there is no step under way.
-
-        Args:
-            codecs: likewise; None: they are the same as before.
-        """
+        """Use this consistency, and these codecs unless it is None, from now on. No step is under way."""
 
     def reset(self) -> None:
         """Forget the step under way and what went wrong: this worker has joined again."""
