@@ -31,10 +31,9 @@ _SCALED = (
     "backward(). Use session.optimizer(..., overlap=False), which sends them in optimizer.step()"
 )
 
-_SCALED_ROWS = (
-    "a GradScaler does not unscale gradients of tables that grow, because these are not parameters. Train "
-    "without a GradScaler, as with torch.autocast in bfloat16 or float32"
-)
+_UNSCALED = "Train without a GradScaler, as with torch.autocast in bfloat16 or float32"
+_SCALED_ROWS = f"a GradScaler does not unscale gradients of tables, which are not parameters. {_UNSCALED}"
+_SCALED_APART = f"the GradScaler of each process of a worker would skip steps of its own. {_UNSCALED}"
 
 _UNSCHEDULED = (
     "the script steps a scheduler itself, so it counts this worker's steps: of N workers each makes about "
@@ -148,13 +147,11 @@ class ElasticOptimizer(_Wrapping):
     def _step_supports_amp_scaling(self) -> bool:
         """Read by `torch.amp.GradScaler.step`, which takes false for an optimizer that knows of no scale.
 
-        GradScaler changes gradients without a trace in their version counters.
-
-        Raises:
-            UsageError: gradients have been sent, with its scale in them, or the model has tables that grow.
+        Raises UsageError if gradients have been sent with its scale in them, the model has tables that grow,
+        or this worker has several processes.
         """
-        if self._tables is not None:
-            raise UsageError(_SCALED_ROWS)
+        if self._tables is not None or not self._runtime.world.alone:
+            raise UsageError(_SCALED_APART if self._tables is None else _SCALED_ROWS)
         if self._gradients.sent:
             raise UsageError(_SCALED)
         return False

@@ -444,6 +444,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             UsageError, match=r"batch_size is 1, but each worker has 2 processes.*expected 2 or more"
         ):
             session.loader(Numbers(9), 1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(1))
+        with pytest.raises(UsageError, match=r"the GradScaler of each process .* in bfloat16"):
+            scaler.step(optimizer)
         if rank:
             with pytest.raises(UsageError, match=r"where session\.is_chief is true"):
                 optimizer.state_dict()
