@@ -96,6 +96,11 @@ class Batches:
         return self.hand in (Hand.LOST, Hand.OUTDATED, Hand.GIVEN_BACK_OUTDATED)
 
     @property
+    def may_step(self) -> bool:
+        """Whether the script may still make a step with the batch that it computes on."""
+        return self.in_batch and bool(self._open or self._computed or self.lost)
+
+    @property
     def undecided(self) -> bool:
         """Whether there are batches that no backward() has run for."""
         return bool(self._open)

@@ -260,7 +260,7 @@ class ElasticOptimizer(_Wrapping):
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""
         batches = self._runtime.batches
-        if batches.in_batch and not (batches.computed or batches.undecided or batches.lost):
+        if batches.in_batch and not batches.may_step:
             first, second = ([f"optimizers[{name!r}]" for name in self._parts] * 2)[:2]
             choose = "session.version, which is the same on all workers"
             if self._local is not None:  # the version changes only when values are exchanged

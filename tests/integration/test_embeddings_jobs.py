@@ -21,11 +21,12 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.embedding import SGD, LazyAdam, constant, uniform
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.table import State
-from elastic_ps.errors import InvalidModel, ModelMismatch
+from elastic_ps.errors import InvalidModel, ModelMismatch, RefusalCode, Refused
 from elastic_ps.evaluation import checkpoints as scripts
 from elastic_ps.evaluation.remote import JobSource
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
+from tests.testing.inside import runtime_of
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 
@@ -462,6 +463,30 @@ def test_the_only_worker_looks_rows_up_while_a_shard_has_lost_them(
         job.run(script, workers=1)
         assert job.status().progress.records_applied == RECORDS
     assert all(bool(row.any()) for rows in seen for row in rows), "the first values"
+
+
+def test_rows_are_zeros_only_where_a_step_of_the_batch_may_follow(tmp_path: Path) -> None:
+    """Such a step is dropped, but what a script evaluates after its step counts."""
+    zeros = list[bool]()
+    gone = Refused(RefusalCode.STALE_INCARNATION, "it was declared gone")
+
+    def script(session: Session) -> None:
+        model = Model()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for number, (ids, targets) in enumerate(session.loader(Skewed(), batch_size=BATCH)):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(ids), targets).backward()
+            for when in (1, 2):
+                if number == when:
+                    job.declare_gone(0)
+                    zeros.append(runtime_of(session).rows_refused(gone))
+                if when == 1:
+                    optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+        assert job.status().progress.records_applied == RECORDS
+    assert zeros == [True, False]
 
 
 def test_the_optimizers_state_is_fetched_while_a_shard_has_lost_it(tmp_path: Path) -> None:

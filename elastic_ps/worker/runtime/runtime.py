@@ -413,7 +413,7 @@ class Runtime(Membership):
 
         In a batch it cannot join again: values that backward() needs would change. That step is refused, too.
         """
-        if expelled(refusal) and self.batches.in_batch:
+        if expelled(refusal) and self.batches.may_step:
             return True
         if not (expelled(refusal) and self.world.alone):
             raise refusal
