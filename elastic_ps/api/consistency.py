@@ -222,9 +222,10 @@ class Consistency(CamelModel):
         "of a step is divided by 1 + its staleness: a step that is 3 versions old gets a quarter of the "
         "rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et al. 2022). With damped, a momentum "
         "is reduced as well, because stale steps act like a momentum of their own (Mitliagkas et al. "
-        "2016): for the same step, 0.9 becomes 0.69. With none, a stale step gets the full rate. Name a "
-        "function of your own as module:function: it takes the staleness in versions, and returns the "
-        "factor for the rate. A version of several steps uses the rate of the stalest one.",
+        "2016): for the same step, 0.9 becomes 0.69. Rates of optimizers with eps, such as Adam, are "
+        "divided by the square root then (Malladi et al. 2022). With none, a stale step gets the full "
+        "rate. Name a function of your own as module:function: it takes the staleness in versions, and "
+        "returns the factor for the rate. A version of several steps uses the rate of the stalest one.",
     )
     max_staleness_p99: Annotated[int | None, *_OBJECTIVE] = Field(
         default=None,

@@ -23,7 +23,9 @@ def divisor(scale: str, staleness: int) -> float:
 
     `inverse` is after Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", who
     divide by the staleness. Here it is one more, so that a fresh step has the whole rate. `damped` has the
-    same rate, and less momentum: see `core.damping`.
+    same rate, and less momentum: see `core.damping`. Adaptive optimizers have the square root of it then: a
+    step of one worker's batch instead of all workers' (Malladi et al. 2022, "On the SDEs and Scaling Rules
+    for Adaptive Gradient Algorithms"). Measured in docs/reports/2026-11-modes.md.
 
     Args:
         scale: `Consistency.scale` of the job.

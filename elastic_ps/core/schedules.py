@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from elastic_ps.api.consistency import Consistency
@@ -91,8 +92,9 @@ def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, 
         stalest: the staleness of the stalest step.
         steps: the optimizer steps of the version that the round continues from.
     """
+    damped = consistency.scale == "damped"
     if (divisor := scales.divisor(consistency.scale, stalest)) != 1:
-        settings = settings.slowed(divisor)
-    if consistency.scale == "damped" and stalest:
+        settings = settings.slowed(divisor, adaptive=math.sqrt(divisor) if damped else None)
+    if damped and stalest:
         settings = settings.with_momentum(lambda momentum, _: damping.when_stale(momentum, stalest))
     return damping.warmed(settings, consistency, steps)

@@ -183,9 +183,15 @@ class Settings:
         groups = [{key: value for key, value in g.items() if key != MAX_GRAD_NORM} for g in self.groups]
         return replace(self, groups=tuple(groups))
 
-    def slowed(self, divisor: float) -> Settings:
-        """A copy with the learning rate of each group divided by `divisor`."""
-        return self._each("lr", lambda rate, _: rate / divisor)
+    def slowed(self, divisor: float, *, adaptive: float | None = None) -> Settings:
+        """A copy with the learning rate of each group divided by `divisor`.
+
+        Args:
+            adaptive: divides the rates of optimizers that divide a gradient by its size, as Adam does. They
+                have an `eps`.
+        """
+        other = divisor if adaptive is None else adaptive
+        return self._each("lr", lambda rate, group: rate / (other if "eps" in group else divisor))
 
     def with_momentum(self, momentum: Callable[[float, Mapping[str, Any]], float]) -> Settings:
         """A copy with another momentum in each group that has one.

@@ -99,7 +99,7 @@ class RowOptimizer:
         Args:
             groups: the parameter groups of the model's optimizer in this step.
             first: those with which training began, before any scheduler.
-            divisor: what the staleness of the step divides learning rates by, as it did those in `groups`.
+            divisor: what the staleness of the step divides learning rates by.
         """
         if self.scheduled and groups and first and "lr" in groups[0]:
             # OneCycleLR has an initial_lr of its own, a small part of its max_lr.

@@ -110,7 +110,8 @@ class Adapted:
         for group, (rate, momentum) in zip(self._optimizer.param_groups, self._asked, strict=True):
             if self._scale == "none":
                 stale = 0
-            group["lr"] = rate / (stale + 1)
+            rooted = "eps" in group and self._scale == "damped"
+            group["lr"] = rate / (stale + 1) ** (0.5 if rooted else 1)
             if momentum and self._scale == "damped":
                 group["momentum"] = 1 - 1 / (1 + momentum / (1 - momentum) / (stale + 1))
             elif momentum and self._warms:

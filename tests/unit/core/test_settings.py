@@ -217,4 +217,7 @@ def test_slowed_settings_differ_in_the_learning_rate_alone() -> None:
     assert [group["lr"] for group in slow.groups] == pytest.approx([0.1, 0.025])
     assert slow.groups[0]["momentum"] == 0.9
     assert slow.position == settings.position
+    adaptive = Settings(({"lr": 0.4}, {"lr": 0.1, "eps": 1e-8}))
+    assert [group["lr"] for group in adaptive.slowed(4, adaptive=2).groups] == pytest.approx([0.1, 0.05])
+    assert [group["lr"] for group in adaptive.slowed(4).groups] == pytest.approx([0.1, 0.025])
     assert settings.groups[0]["lr"] == 0.4
