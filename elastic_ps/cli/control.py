@@ -23,6 +23,7 @@ from elastic_ps.local.state import JobDirectory, LocalStatus, how_to_continue, k
 
 STOP_LIMIT = timedelta(seconds=200)
 """Longer than what workers and then parameter servers may take to end (`local.plan.Desired`)."""
+AGAIN = "A second `elastic-ps stop` kills all of its processes"
 
 
 def status(parsed: argparse.Namespace) -> int:
@@ -73,13 +74,13 @@ def stop(parsed: argparse.Namespace) -> int:
         )
     with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         os.kill(launcher, signal.SIGTERM)
+    print(f"waiting until {directory.job} has written a checkpoint and ended. {AGAIN}", file=sys.stderr)
     deadline = time.monotonic() + STOP_LIMIT.total_seconds()
     while directory.launcher() == launcher:
         if time.monotonic() > deadline:
             limit = f"{STOP_LIMIT.total_seconds():g} s"
             raise ElasticPSError(
-                f"{directory.job} (launcher pid {launcher}) is still running after {limit}. A second "
-                "`elastic-ps stop` kills all of its processes"
+                f"{directory.job} (launcher pid {launcher}) is still running after {limit}. {AGAIN}"
             )
         time.sleep(0.1)
     found = status_of(directory)

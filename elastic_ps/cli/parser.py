@@ -316,7 +316,7 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "stop",
         help="stop a running job",
         description="Stop a job. Its workers leave, and its parameter servers write a checkpoint. The\n"
-        "command returns when all of the job's processes have ended.",
+        "command returns when all of the job's processes have ended. A second one kills them at once.",
         formatter_class=_Help,
     )
     stop.add_argument("job", metavar="JOB", help="the job's name or its YAML file")

@@ -42,7 +42,7 @@ from elastic_ps.local.state import newest_checkpoint
 
 REFRESH = timedelta(milliseconds=200)
 AT_ONCE = timedelta(milliseconds=100)
-"""Signals within this time count once: `timeout` and `make` pass on one that the job has already got."""
+"""A signal within this time counts once: `timeout` and `make` pass on one that the job has already got."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -175,14 +175,14 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
     """Run the job to its end with a display. `output`: the processes whose output is shown; see `parser`."""
     # Under mpirun, only rank 0 may see a terminal, whatever the output really is.
     console = _Output(highlight=False, force_terminal=False if started_by_mpirun() else None)
-    signals: list[int] = []
-    heard: list[float] = []
+    heard: dict[int, float] = {}
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
-        heard.append(time.monotonic())
-        again = heard[-1] - heard[0] > AT_ONCE.total_seconds()
-        launcher.stop(f"stopped by {signal.Signals(number).name}", at_once=again)
+        now = time.monotonic()
+        again = now - heard.setdefault(number, now) > AT_ONCE.total_seconds()
+        # SIGHUP, or another signal than before, does not ask to hurry: it comes when a session ends.
+        at_once = again and number != signal.SIGHUP
+        launcher.stop(f"stopped by {signal.Signals(number).name}", at_once=at_once)
 
     with _handled(stop):
         launcher.start()
@@ -201,7 +201,7 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
             launcher.wait()
         outcome = launcher.outcome()
         written = _write_report(outcome, report)
-        code = _exit_code(outcome, signals)
+        code = _exit_code(outcome, [*heard])
         try:
             print_outcome(console, outcome)
             for path in written:
@@ -235,7 +235,8 @@ def _show(launcher: Launcher, console: Console, output: str) -> None:
             if launcher.stopping and not told_to_wait:
                 told_to_wait = True
                 console.print(
-                    "Stopping: workers leave, and a checkpoint is written. Ctrl-C again kills all processes."
+                    "Stopping: workers leave, and a checkpoint is written. A second Ctrl-C kills all "
+                    "processes."
                 )
         display.show(tail.shown(last=True) if tail else [])
         display.update(launcher.status(), launcher.record)
@@ -328,7 +329,7 @@ def _wait_until_it_runs(pid: int, directory: JobDirectory) -> int:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)
         os.waitpid(pid, 0)
         raise SystemExit(128 + number)
 

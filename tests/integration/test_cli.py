@@ -277,6 +277,25 @@ def test_a_second_interrupt_kills(place: Place) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+def test_only_a_repeated_signal_kills_and_never_the_end_of_the_terminal(place: Place) -> None:
+    process = place.start("run", place.job(records=FOREVER, stubborn=True))
+    place.training(2)
+    pids = place.pids()
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: place.status()["reason"] == "Stopped", "the job is being stopped")
+    first = place.start("stop", "fake")
+    assert first.stderr is not None
+    assert "A second `elastic-ps stop` kills all of its processes" in first.stderr.readline()
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(2 * AT_ONCE.total_seconds())
+    assert not any(gone(pid) for pid in pids)
+    assert place.run("stop", "fake").returncode == 0
+    assert all(gone(pid) for pid in pids)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 130
+
+
 @pytest.mark.nightly
 def test_signals_that_come_together_are_one(place: Place) -> None:
     """`timeout` sends SIGTERM to the command, and once more to its group."""
