@@ -1,8 +1,8 @@
 """Decides which deaths of processes on one machine count against `runPolicy.backoffLimit`. Pure.
 
 A process that is killed from outside (by preemption, a drained node or a person) never counts. A script that
-fails by itself does. A crash (a segmentation fault, a lack of memory, an unknown exit status) may be the
-machine's fault once. It counts if the previous process died in the same way, and this one had done nothing.
+fails by itself does. A crash (a segmentation fault, a lack of memory) may be the machine's fault once. It
+counts if the previous process died in the same way, and this one had done nothing.
 
 On a cluster, disruptions are marked, and everything else counts (`elastic_operator.failures`).
 """
@@ -40,11 +40,11 @@ class Death:
 
 
 def kind_of(status: int) -> Kind:
-    """The kind of an exit status other than 0. One below 0 or above 128 stands for a signal."""
-    if 0 < status < 128:
-        return "failed"
-    own = exits.FENCED, exits.LEFT, exits.LOST, exits.SILENT
-    return "killed" if _signal(status) in _FROM_OUTSIDE or status in own else "crashed"
+    """The kind of an exit status other than 0. For a signal N, it is -N or 128 + N."""
+    number = _signal(status)
+    if number in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT, exits.LOST, exits.SILENT):
+        return "killed"
+    return "failed" if status > 0 and number is None else "crashed"
 
 
 def is_sigkill(status: int) -> bool:

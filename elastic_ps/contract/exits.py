@@ -9,10 +9,10 @@ exit status      meaning
                  (SIGTERM)
 INVALID (78)     the job cannot work as it is specified (`UserError`), or the script lacks a module; the
                  process is not replaced, on a cluster only before the first step
-1 to 127         the script failed; counts against `runPolicy.backoffLimit`
-HUNG (124)       a worker that kept the others waiting for too long ended itself; counts, too
-128 to 255,      killed from outside (preemption) or crashed (also: out of memory); replaced. On a cluster
-a signal         it counts unless the pod was disrupted. On one machine being killed never counts,
+HUNG (124)       a worker that kept the others waiting for too long ended itself; counts against
+                 `runPolicy.backoffLimit`
+a signal N, or   killed from outside (preemption) or crashed (also: out of memory); replaced. On a cluster
+128 + N          it counts unless the pod was disrupted. On one machine being killed never counts,
                  and a crash counts if the one before had the same cause and the process had done
                  nothing yet (`elastic_ps.contract.deaths`)
 FENCED (250)     a parameter server ended because another one has taken over; replaced
@@ -21,6 +21,7 @@ LEFT (251)       a worker was asked to leave (SIGTERM) and left before the end; 
 LOST (252)       a worker whose parameter server was lost with all checkpoints; replaced, so that training
                  begins again
 SILENT (253)     a worker whose parameter server did not answer for `WorkerLimits.patience`; replaced
+any other one    the script failed, also with 255 (`sys.exit(-1)`); counts, too
 ================ ============================================================================
 """
 
@@ -39,7 +40,7 @@ HUNG = 124
 """The status that timeout(1) uses. It counts as a failure: a script that hangs is likely to do so again."""
 
 FENCED = 250
-"""Above the statuses of all signals, and in the range that does not count as a failure."""
+"""Above the statuses of all signals. It does not count as a failure."""
 
 LEFT = 251
 """Not 0: if somebody else asked, the starter must not take the worker for done."""

@@ -102,7 +102,7 @@ class Process:
             return "done"
         if self.exit == exits.INVALID:
             return "invalid"
-        return "failed" if 0 < self.exit < 128 else "killed"
+        return "failed" if kind_of(self.exit) == "failed" else "killed"
 
     @property
     def how(self) -> str:

@@ -458,7 +458,7 @@ def crashes(status: int, count: int, **fields: Any) -> list[Process]:
     ]
 
 
-@pytest.mark.parametrize("status", [-signal.SIGSEGV, -signal.SIGINT, 128 + signal.SIGABRT, 255])
+@pytest.mark.parametrize("status", [-signal.SIGSEGV, -signal.SIGINT, 128 + signal.SIGABRT])
 def test_a_worker_that_crashes_again_and_again_fails_the_job(status: int) -> None:
     [action] = plan(DESIRED, observed(worker(0), *crashes(status, 2)), NOW)
     assert isinstance(action, Start)
@@ -483,6 +483,14 @@ def test_a_worker_that_has_no_memory_again_and_again_fails_the_job() -> None:
 
 def test_crashes_after_steps_that_are_in_the_model_do_not_count() -> None:
     assert failures(observed(worker(0), *crashes(-signal.SIGSEGV, 9, useful=True))) == []
+
+
+@pytest.mark.parametrize("status", [1, 128, 255])
+def test_a_script_that_fails_after_steps_that_are_in_the_model_counts_each_time(status: int) -> None:
+    """`sys.exit(-1)` ends a process with 255."""
+    dead = crashes(status, 9, useful=True)
+    assert failures(observed(worker(0), *dead)) == dead
+    assert {process.ending for process in dead} == {"failed"}
 
 
 def test_what_makes_a_process_useful() -> None:
