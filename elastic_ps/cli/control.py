@@ -118,9 +118,21 @@ def logs(parsed: argparse.Namespace) -> int:
 
 
 def directory_of(job: str) -> JobDirectory:
-    """The directory of a job, given by its name, YAML file or script."""
+    """The directory of a job, given by its name, YAML file or script.
+
+    Raises:
+        UserError: the last job with the script's name was of another file.
+    """
     if script.is_script(Path(job)):
-        return JobDirectory(script.name_of(Path(job)))
+        directory, path = JobDirectory(script.name_of(Path(job))), str(Path(job).resolve())
+        with contextlib.suppress(FileNotFoundError):  # then there is no job
+            known = directory.read_job()
+            if path != (other := script.path_of(known) or known.spec.entrypoint):
+                raise UserError(
+                    f"the job {known.name!r} runs {other}, and not {path}. If you mean this job, give its "
+                    f"name: {known.name}"
+                )
+        return directory
     if job.endswith((".yaml", ".yml")) or Path(job).is_file():
         return JobDirectory(load_job(Path(job)).name)
     return JobDirectory(job)

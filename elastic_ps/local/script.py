@@ -22,6 +22,11 @@ def name_of(path: Path) -> str:
     return re.sub("[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:52].rstrip("-") or "script"
 
 
+def path_of(job: TrainingJob) -> str:
+    """The full path of the script that a job was made from; "" if it has a YAML file."""
+    return str(job.spec.arguments.get("path", "")) if job.spec.entrypoint == ENTRYPOINT else ""
+
+
 def job_of(path: Path, argv: Sequence[str]) -> TrainingJob:
     """A job whose workers run the script with this command line; everything else is the default.
 

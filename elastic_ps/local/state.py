@@ -8,7 +8,7 @@ Each job has a directory below `env.state_directory()`::
     <job>/status.json  the state, written by the launcher about twice a second
     <job>/tls/         a directory for each process of the run: its certificate and key (`local.issuer`)
     <job>/logs/        ps-0.log, worker-0.log, ...: the output of the processes, across restarts
-    <job>/checkpoints/ one directory for each run, unless the job names a path
+    <job>/checkpoints/ one directory for each run, unless the job names a path; `script` in it is the script
     <job>/drill/       the histories of the last drill, unless it has passed
 
 The lock is the kernel's (flock), so it is released however the launcher ends.
@@ -88,10 +88,15 @@ class LocalStatus(_Model):
 
 
 class JobDirectory:
-    """The directory of one job on this machine."""
+    """The directory of one job on this machine.
 
-    def __init__(self, job: str, *, root: Path | None = None) -> None:
-        self.job = job
+    Args:
+        script: the full path of the script that the job is made from. Scripts of several directories may
+            have one name, and each keeps its own runs.
+    """
+
+    def __init__(self, job: str, *, root: Path | None = None, script: str = "") -> None:
+        self.job, self._script = job, script
         self.path = (root or state_directory()) / job
         self.logs = self.path / "logs"
         self.tls = self.path / "tls"
@@ -160,15 +165,23 @@ class JobDirectory:
         number = 1 + max((int(path.name[4:]) for path in self._runs()), default=0)
         fresh = self._checkpoints / f"run-{number}"
         fresh.mkdir(parents=True)
+        self.take_run(fresh)
         return fresh
 
+    def take_run(self, run: Path) -> None:
+        """Note that this job trains in the directory of a run now, which another script may have begun."""
+        os.utime(run)
+        if is_of_run(run):
+            write_atomically(run / "script", self._script)
+
     def remove_old_checkpoints(self) -> Iterator[Path]:
-        """Make room for one more run: delete the directories that are unused for the longest.
+        """Make room for one more run of the script: delete the directories that are unused for the longest.
 
         Yields each before it is deleted. Runs that have trained nothing are deleted first. A directory in use
         stays; with `--resume` another job may use it.
         """
-        unused = (path for path in self._runs() if not owner.in_use(path))
+        ours = (path for path in self._runs() if _script_of(path) == self._script)
+        unused = (path for path in ours if not owner.in_use(path))
         runs = sorted(unused, key=lambda path: (bool(newest_checkpoint(path)), _last_written(path)))
         for path in runs[: -KEEP_RUNS + 1]:
             yield path
@@ -303,6 +316,14 @@ def _as_it_is(process: ProcessStatus) -> ProcessStatus:
 def is_of_run(checkpoints: Path) -> bool:
     """Whether this directory belongs to one run. A later run may delete such a directory."""
     return checkpoints.parent.name == "checkpoints" and bool(re.fullmatch(r"run-\d+", checkpoints.name))
+
+
+def _script_of(run: Path) -> str:
+    """The script that trained in this directory last; "" if it was none, or is unknown."""
+    try:
+        return (run / "script").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def newest_checkpoint(directory: Path) -> int | None:

@@ -48,6 +48,7 @@ from elastic_ps.local.processes import (
     with_threads,
 )
 from elastic_ps.local.record import Record
+from elastic_ps.local.script import path_of
 from elastic_ps.local.snapshot import at_the_end, phase_of, process_statuses, was_finished, with_answers
 from elastic_ps.local.state import (
     KEEP_RUNS,
@@ -82,7 +83,7 @@ class Launcher:
     def __init__(self, job: TrainingJob, options: Options | None = None) -> None:
         self.job = job
         self.options = options or Options()
-        self.directory = JobDirectory(job.name, root=self.options.root)
+        self.directory = JobDirectory(job.name, root=self.options.root, script=path_of(job))
         self.record = Record()
         self.run = uuid.uuid4().hex
         self.issuer = issuer.Issuer(self.run, self.directory.tls) if self.options.tls else None
@@ -202,7 +203,7 @@ class Launcher:
     def _choose_checkpoints(self) -> Path:
         if self.options.resume is not None:
             with contextlib.suppress(OSError):
-                os.utime(self.options.resume)  # it is in use, also before anything is written there
+                self.directory.take_run(self.options.resume.resolve())  # before anything is written there
             return self.options.resume.resolve()
         given = self.job.spec.parameter_server.checkpoint.path
         if given is not None:

@@ -16,6 +16,7 @@ import yaml
 from elastic_ps.checkpoint import files
 from elastic_ps.cli import control, drill
 from elastic_ps.cli.view import PlainDisplay
+from elastic_ps.local import script
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
 from tests.testing import machine
 from tests.testing.launching import Here, fake_document
@@ -91,6 +92,27 @@ def test_a_job_whose_launcher_is_elsewhere_is_not_stopped_here(
     assert done.returncode == 2
     assert "j runs, but not here: its launcher is process" in done.stderr
     assert stranger.poll() is None
+
+
+@pytest.mark.parametrize(
+    "words", ["stop", "logs", "status", "scale --workers=2", "set compression.codec=int8"]
+)
+def test_a_script_of_another_directory_is_not_taken_for_the_one_that_runs(
+    tmp_path: Path, elastic_ps_here: Here, words: str
+) -> None:
+    command, *options = words.split()
+    ran, other = tmp_path / "a" / "train.py", tmp_path / "b" / "train.py"
+    for path in (ran, other):
+        path.parent.mkdir()
+        path.touch()
+    directory = JobDirectory("train")
+    files.unlock(directory.claim())
+    directory.write_job(script.job_of(ran, ()))
+    directory.write_status(status(os.getpid(), None).model_copy(update={"job": "train", "phase": "Failed"}))
+    done = elastic_ps_here(command, other, *options)
+    assert done.returncode == 2
+    assert f"the job 'train' runs {ran}, and not {other}" in done.stderr
+    assert str(other) not in elastic_ps_here(command, ran, *options).stderr
 
 
 FINISHES = """

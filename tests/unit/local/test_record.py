@@ -23,7 +23,7 @@ from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration, member_line
 from elastic_ps.errors import UserError
-from elastic_ps.local import JobDirectory, Record
+from elastic_ps.local import JobDirectory, Launcher, Options, Record, script
 from elastic_ps.local.poller import fetch_loss
 from elastic_ps.local.processes import Programs, with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
@@ -261,6 +261,25 @@ def test_runs_that_trained_nothing_do_not_displace_one_that_did(tmp_path: Path) 
     removed = [*directory.remove_old_checkpoints()]
     assert len(removed) == 2
     assert runs[0] not in removed
+
+
+def test_runs_of_another_script_with_the_same_name_are_not_deleted(tmp_path: Path) -> None:
+    def run(project: str, resume: Path | None = None) -> Path:
+        path = tmp_path / project / "train.py"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        with Launcher(script.job_of(path, ()), Options(root=tmp_path / "state", resume=resume)) as launcher:
+            return launcher.checkpoints
+
+    mine, yours = ([run(project) for _ in range(3)] for project in ("a", "b"))
+    assert all(each.is_dir() for each in (*mine, *yours))
+    run("a", resume=yours[0])
+    os.utime(yours[0], (1, 1))
+    os.utime(mine[0], (2, 2))
+    run("b")
+    assert all(each.is_dir() for each in (*mine, *yours))
+    run("a")
+    assert [each.is_dir() for each in (*mine, *yours)] == [False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("call", ["flock", "rmtree"])
