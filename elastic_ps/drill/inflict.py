@@ -12,15 +12,17 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 from elastic_ps.api.status import MemberStatus
-from elastic_ps.contract.env import ProcessEnvironment, inherited
+from elastic_ps.contract.env import inherited
 from elastic_ps.drill import disk
 from elastic_ps.drill.faults import Fault, Kind
 from elastic_ps.drill.target import LocalTarget, NotRecovered, Target, Unavailable
 from elastic_ps.drill.wire import Wires
+from elastic_ps.local.plan import Start
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
 
@@ -295,20 +297,8 @@ def _rival(target: LocalTarget) -> Iterator[str]:
     launcher = target.launcher
     bind, http = free_addresses(2)
     lifeline = Lifeline()
-    environment = ProcessEnvironment(
-        job=launcher.job.name,
-        spec=launcher.job.spec,
-        role="ps",
-        index=0,
-        addresses=(bind,),
-        bind=bind,
-        http=http,
-        checkpoints=target.checkpoints,
-        resume="require",
-        history=launcher.options.history,
-        lifeline=lifeline.fd,
-        run=launcher.run,
-    )
+    first = launcher.environment(Start("ps", 0, "a second one takes over"))
+    environment = replace(first, bind=bind, http=http, resume="require", lifeline=lifeline.fd)
     with tempfile.TemporaryDirectory() as logs:
         child = Child(
             launcher.options.programs.server,

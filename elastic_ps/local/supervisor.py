@@ -435,7 +435,7 @@ class Launcher:
         if action.role == "ps":
             self._poller.restarted(action.index)
         try:
-            environment = self._environment(action)
+            environment = self.environment(action)
             child = self._start(action, environment)
         except OSError as error:
             if not may_pass(error, ran=bool(self._observed.of(action.role))):
@@ -486,7 +486,8 @@ class Launcher:
     def _cores(self, worker: int) -> tuple[int, ...]:
         return planning.cores_of(worker, workers=self._most_workers, cores=os.sched_getaffinity(0))
 
-    def _environment(self, action: planning.Start) -> ProcessEnvironment:
+    def environment(self, action: planning.Start) -> ProcessEnvironment:
+        """The environment of a process with this role and index."""
         shard = action.index if action.role in ("ps", "standby") else 0
         addresses = self._addresses
         if action.role == "worker" and self.options.route is not None:

@@ -155,6 +155,14 @@ def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Pat
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_one_of_several_parameter_servers_is_taken_over_from(tmp_path: Path, durability: str) -> None:
+    server = {"replicas": 2, "durability": durability}
+    result = drill(tmp_path, ["rival-ps"], seed=1, server=server)
+    assert [each.state for each in result.injections] == ["recovered"]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
     tmp_path: Path, transport: Scheme
