@@ -198,11 +198,11 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("SpecNotFollowed", "InvalidSpec"),
-        "An edit cannot be applied, the API server refuses a pod made from it, or a template is no longer "
-        "permitted. The job keeps its last valid spec, except that it is suspended or resumed as the edit "
-        "says, and gets no new pods from templates that are not permitted. If the operator knows no valid "
-        "spec (for example because it was too long to store), it leaves the job alone.",
-        "Correct the spec.",
+        "An edit cannot be applied, the API server or a policy refuses a pod made from it, or a template is "
+        "no longer permitted. The job keeps its last valid spec, except that it is suspended or resumed as "
+        "the edit says, and gets no new pods from templates that are not permitted. If the operator knows no "
+        "valid spec (for example because it was too long to store), it leaves the job alone.",
+        "Correct the spec, or the policy.",
     ),
     Reason("Degraded=False", ("AsAsked",), "Everything that the spec asks for exists or is starting."),
     Reason(

@@ -54,6 +54,9 @@ _OF_THE_SPEC: frozenset[Kind] = frozenset({"Pod", "PersistentVolumeClaim"})
 _OF_A_POLICY = ('admission webhook "', "ValidatingAdmissionPolicy")
 """Marks of the messages of webhooks and policies, which may refuse a valid object with any status."""
 
+_NO_VERDICT = ("exceeded quota", "does not support dry run")
+"""Marks of refusals of a dry run that do not mean a denial: a quota may have room again."""
+
 _STRICT = {"fieldValidation": "Strict"}
 """A misspelt field of a template is then refused instead of silently dropped."""
 
@@ -140,7 +143,7 @@ class Cluster:
         return Outcome(refusals=tuple(refused), certified=certified)
 
     def check(self, job: Mapping[str, Any], pods: Iterable[Create]) -> str:
-        """Why the API server refuses one of the pods as invalid; "" if it does not. Nothing is created.
+        """Why the API server refuses or denies one of the pods; "" if it does not. Nothing is created.
 
         Raises:
             ApiError, ConnectionLost: the API server is unwell.
@@ -153,6 +156,11 @@ class Cluster:
             except ApiError as error:
                 if _blames_the_spec(action, error):
                     return _invalid(action, error)
+                if _is_denied(error):
+                    return (
+                        f"the cluster denies the pod {action.name} with the new image or template of "
+                        f"spec.{_field(action)} (change it, or have the policy changed): {error.message}"
+                    )
                 # A valid pod may exist already, or be refused for another reason.
                 if error.status in _UNWELL and error.reason != "AlreadyExists":
                     raise
@@ -373,6 +381,12 @@ def _blames_the_spec(action: Create, error: ApiError) -> bool:
     return error.status in (400, 422) and action.kind in _OF_THE_SPEC and not policy
 
 
+def _is_denied(error: ApiError) -> bool:
+    """Return True if a policy, a webhook or a limit of the namespace does not admit a pod."""
+    passing = error.reason == NAMESPACE_TERMINATING or any(words in error.message for words in _NO_VERDICT)
+    return not passing and (error.status == 403 or any(words in error.message for words in _OF_A_POLICY))
+
+
 def _role(action: Create) -> str:
     """The role of a pod that is to be created; "" for other objects."""
     return str((action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL, ""))
@@ -380,10 +394,14 @@ def _role(action: Create) -> str:
 
 def _invalid(action: Create, error: ApiError) -> str:
     """The message that an object is invalid, with the part of the job's spec that it was built from."""
-    role = _role(action)
-    field = role if role in ("worker", "evaluator") else "parameterServer"
-    source = f"spec.{field}.template does not make a valid pod " if action.kind == "Pod" else ""
+    source = f"spec.{_field(action)}.template does not make a valid pod " if action.kind == "Pod" else ""
     return f"{source}{action.name}: {error.message}"
+
+
+def _field(action: Create) -> str:
+    """The field of the job's spec that has the template of a pod."""
+    role = _role(action)
+    return role if role in ("worker", "evaluator") else "parameterServer"
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

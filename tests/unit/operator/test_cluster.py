@@ -286,9 +286,44 @@ def test_an_edit_that_the_api_server_refuses_costs_no_pod(
 
 
 @pytest.mark.parametrize(
+    "refusal",
+    [
+        Refusal(400, "", 'admission webhook "validate.kyverno.svc-fail" denied the request: image-tags'),
+        Refusal(503, "", 'admission webhook "x" denied the request: another status'),
+        Refusal(422, "Invalid", "pods \"x\" is forbidden: ValidatingAdmissionPolicy 'y' denied request: z"),
+        Refusal(403, "Forbidden", 'pods "x" is forbidden: violates PodSecurity "restricted:latest"'),
+        Refusal(403, "Forbidden", 'pods "x" is forbidden: failed quota: must specify limits.cpu'),
+    ],
+)
+def test_an_edit_whose_pods_a_policy_denies_costs_no_pod(
+    server: ApiServer, operator: Operator, refusal: Refusal
+) -> None:
+    server.add_job(worker={"replicas": 2})
+    operator.turns()
+    server.put("pods", {**server.get("pods", "digits-worker-0"), "status": {"phase": "Pending"}})
+    server.refuse = misspelt(refusal)
+    edited(server, "nodeSelecter")
+    operator.turns(3)
+    assert server.names("pods") == ["digits-ps-0", "digits-worker-0", "digits-worker-1"]
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "InvalidSpec")
+    assert degraded.message == (
+        "the job keeps its last valid spec until you correct this: the cluster denies the pod digits-ps-0 "
+        "with the new image or template of spec.parameterServer (change it, or have the policy changed): "
+        f"{refusal.message}"
+    )
+    assert not server.asked("PATCH", "services"), "the denied spec is not remembered"
+    server.refuse = lambda _: None
+    operator.turns()
+    assert "digits-worker-0" not in server.names("pods"), "the policy was changed, so the edit is followed"
+
+
+@pytest.mark.parametrize(
     ("refusal", "waits"),
     [
         (Refusal(403, "Forbidden", "exceeded quota: pods=0"), False),
+        (Refusal(403, "NamespaceTerminating", "it is being terminated"), False),
+        (Refusal(500, "InternalError", 'failed calling webhook "x": no route to host'), False),
         (Refusal(400, "", 'admission webhook "x" does not support dry run'), False),
         (Refusal(503, "ServiceUnavailable", "etcd is away"), True),
     ],
