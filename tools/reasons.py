@@ -101,8 +101,8 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("RoleTooOld",),
-        "The operator's Role lacks a permission that this version needs to annotate a Service or a pod. "
-        "Training goes on.",
+        "The operator's Role lacks a permission that this version needs to annotate a Service or a pod, or "
+        "to keep the claim of an earlier job, which is then deleted with that job. Training goes on.",
         "Upgrade the chart together with the image. The operator tries again after 10 minutes.",
     ),
     Reason(

@@ -117,10 +117,12 @@ class Checkpoint(Times):
         default=None,
         pattern=CLAIM,
         description="A PersistentVolumeClaim that exists already, to write checkpoints to. It is not deleted "
-        "with the job. If it holds checkpoints of a job of the same name, this job continues from them.",
+        "with the job. If another job created it, it is kept while either job exists. If it holds "
+        "checkpoints of a job of the same name, this job continues from them.",
     )
     resume_from: Annotated[ResumeFrom | None, rules.NEVER] = Field(
         default=None,
         description="Continue from the checkpoints of an earlier job, on a cluster. This job takes the claim "
-        "over and writes its own checkpoints to it.",
+        "over and writes its own checkpoints to it. A claim without retain is deleted when neither job "
+        "exists any more.",
     )

@@ -123,7 +123,9 @@ class Api:
         query: Mapping[str, str] | None = None,
     ) -> urllib3.BaseHTTPResponse:
         self.metrics.requests.labels(verb, resource).inc()
-        content = "application/merge-patch+json" if verb == "patch" else "application/json"
+        # A strategic merge patch adds an owner to those of a claim; a merge patch would replace them.
+        patch = "strategic-merge-patch" if resource == "persistentvolumeclaims" else "merge-patch"
+        content = f"application/{patch}+json" if verb == "patch" else "application/json"
         headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content}
         authorization = self.authorization()
         if authorization is not None:

@@ -16,6 +16,7 @@ from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
 from elastic_operator.authority import Authority
 from elastic_operator.certificates import REFUSED, secrets
 from elastic_operator.documents import over
+from elastic_operator.manifests import owner
 from elastic_operator.plan import (
     ROLE_TOO_OLD,
     Action,
@@ -27,6 +28,7 @@ from elastic_operator.plan import (
     Note,
     Outcome,
     Remember,
+    ShareClaim,
     TellPod,
     stamp,
 )
@@ -60,8 +62,8 @@ _NO_VERDICT = ("exceeded quota", "does not support dry run")
 _STRICT = {"fieldValidation": "Strict"}
 """A misspelt field of a template is then refused instead of silently dropped."""
 
-_OF_A_ROLE = ' cannot patch resource "'
-"""The mark of a message by which RBAC refuses."""
+_OF_A_ROLE = (' cannot patch resource "', "cannot set an ownerRef")
+"""Marks of the messages by which RBAC refuses; the second one of clusters that protect owners, too."""
 
 _SAME_ROLE = timedelta(minutes=10)
 """The time for which a Role is assumed to be unchanged."""
@@ -173,22 +175,21 @@ class Cluster:
         if isinstance(action, Certify):
             return self._certify(job, action)
         if isinstance(action, TellPod):
-            return self._annotate(job, "pods", action.name, action.annotations, uid=action.uid)
+            named = {"uid": action.uid}  # another pod of that name refuses it (422)
+            return self._change(job, "pods", action.name, {**named, "annotations": action.annotations})
         if isinstance(action, Remember):
-            return self._annotate(job, "services", action.name, {names.VALID_ANNOTATION: action.spec})
+            valid = {"annotations": {names.VALID_ANNOTATION: action.spec}}
+            return self._change(job, "services", action.name, valid)
+        if isinstance(action, ShareClaim):
+            another = {**owner(job), "controller": False}  # there is at most one
+            return self._change(job, "persistentvolumeclaims", action.name, {"ownerReferences": [another]})
         self._delete(job, action)
         return None
 
-    def _annotate(
-        self,
-        job: Mapping[str, Any],
-        resource: Resource,
-        name: str,
-        annotations: Mapping[str, str],
-        *,
-        uid: str = "",
+    def _change(
+        self, job: Mapping[str, Any], resource: Resource, name: str, metadata: Mapping[str, Any]
     ) -> Problem | None:
-        """Annotate an object. One that is gone gets its annotations when it is recreated.
+        """Change the metadata of an object. One that is gone gets them when it is recreated.
 
         If the operator's Role does not permit the request, it is not repeated for a while.
         """
@@ -197,16 +198,16 @@ class Cluster:
         if missing is not None and self._clock() - since < _SAME_ROLE.total_seconds():
             return missing
         path = f"{path_of(resource, namespace)}/{name}"
-        named = {"uid": uid} if uid else {}  # another object of that name refuses it (422)
-        body = {"metadata": {**named, "annotations": annotations}}
         try:
-            written = self._api.request("patch", resource, path, body=body)
+            written = self._api.request("patch", resource, path, body={"metadata": metadata})
         except ApiError as error:
-            if error.status == 403 and _OF_A_ROLE in error.message:
+            if error.status == 403 and any(words in error.message for words in _OF_A_ROLE):
                 text = (
                     f"the operator's Role does not permit it to patch {resource} in the namespace "
                     f"{namespace}. Upgrade the chart together with the image"
                 )
+                if resource == "persistentvolumeclaims":
+                    text += ". Until then, the claim is deleted with the earlier job that created it"
                 missing = Problem(ROLE_TOO_OLD, f"{text} ({error.message})")
                 self._missing[namespace, resource] = self._clock(), missing
                 return missing
@@ -365,10 +366,14 @@ def _words(action: Action, job: str) -> str:
         return f"told Pod {action.name} of a change"
     if isinstance(action, Remember):
         return f"recorded the spec on Service {action.name}"
+    if isinstance(action, ShareClaim):
+        return f"became an owner of PersistentVolumeClaim {action.name}"
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 
-def _refusal(action: Create | Certify | DeletePod | TellPod | Remember, error: ApiError) -> Problem:
+def _refusal(
+    action: Create | Certify | DeletePod | TellPod | Remember | ShareClaim, error: ApiError
+) -> Problem:
     """The problem that the API server, a policy or a webhook refuses an action."""
     name = "the certificates" if isinstance(action, Certify) else action.name
     reason = "Forbidden" if error.status == 403 else "Refused"

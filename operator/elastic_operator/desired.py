@@ -151,6 +151,15 @@ def read_last_valid(
     return replace(known, invalid=f"{kept} until you correct this: {why}")
 
 
+def mounted_claim(job: Mapping[str, Any]) -> str | None:
+    """The volume claim that a job mounts; None if there is none, or the spec is invalid."""
+    try:
+        spec = parse_spec(dict(job.get("spec") or {}), source="spec")
+    except (InvalidJob, RecursionError):
+        return None
+    return builders.claim_name(job["metadata"]["name"], spec)
+
+
 def spec_text(job: Mapping[str, Any]) -> str:
     """The spec as JSON, as it is recorded when it is valid."""
     return json.dumps(job.get("spec"), sort_keys=True)

@@ -71,6 +71,7 @@ class Observed:
         rejected: why the API server refuses pods of the spec, see `desired.untried`; "" if it does not.
         secured: whether the Service says that the job uses TLS.
         claims: the names of the volume claims.
+        lent: whether the job mounts a volume claim that belongs to other jobs, and not to it.
         policies: the names of the NetworkPolicies; empty if the operator makes none.
         server: the answer of shard 0; None if it did not answer.
         unanswered: how long shard 0 has not answered although it is ready; None if it has, or is not.
@@ -84,6 +85,7 @@ class Observed:
     rejected: str = ""
     secured: bool = False
     claims: frozenset[str] = frozenset()
+    lent: bool = False
     policies: frozenset[str] = frozenset()
     server: ServerStatus | None = None
     unanswered: timedelta | None = None
@@ -188,7 +190,15 @@ class Remember:
     reason: str
 
 
-Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TellPod | Remember
+@dataclass(frozen=True)
+class ShareClaim:
+    """Make the job one more owner of this volume claim, which is then kept as long as any of them."""
+
+    name: str
+    reason: str
+
+
+Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TellPod | Remember | ShareClaim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from elastic_operator.plan import (
     Options,
     Plan,
     Remember,
+    ShareClaim,
     TellPod,
     stamp,
 )
@@ -325,10 +326,13 @@ def _servers(
 ) -> Iterator[Action]:
     """The volume claim and the pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
+    mounted = builders.claim_name(name, spec)
     if spec.parameter_server.checkpoint.volume_claim is not None and names.claim(name) not in observed.claims:
         claim = builders.claim(job, spec)
         yield Create("PersistentVolumeClaim", names.claim(name), claim, "it holds the checkpoints")
-    safe = builders.claim_name(name, spec) is not None or status.progress.durable_version is None
+    elif observed.lent:
+        yield ShareClaim(mounted or "", "it would be deleted with the job that created it")
+    safe = mounted is not None or status.progress.durable_version is None
     there = {(pod.role, pod.index): pod for pod in observed.of("ps", "standby")}
     for role, shard in builders.servers(spec):
         pod = there.get((role, shard))

@@ -19,7 +19,7 @@ from elastic_operator import names, pods
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.queue import Key
-from elastic_ps.api.job import GROUP, VERSION
+from elastic_ps.api.job import GROUP, KIND, VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +183,12 @@ class Store:
         )
         return Snapshot(job=json.loads(item.value), observed=observed, changed=changed)
 
+    def is_lent(self, namespace: str, claim: str, uid: str) -> bool:
+        """Return True if a volume claim is deleted with other jobs, and not with the one of this uid."""
+        with self._lock:
+            item = self._items.get(("persistentvolumeclaims", namespace, claim))
+        return item is not None and bool(item.value) and uid not in item.value
+
     def jobs(self) -> dict[Key, bool]:
         """All jobs, each with whether it is over."""
         with self._lock:
@@ -235,6 +241,9 @@ def _read(resource: Resource, manifest: Mapping[str, Any]) -> _Item | None:
         valid = str(annotations.get(names.VALID_ANNOTATION) or "")
         secured = annotations.get(names.TLS_ANNOTATION) == "true"
         value = (secured, valid)
+    elif resource == "persistentvolumeclaims":
+        references = metadata.get("ownerReferences") or []
+        value = frozenset(str(ref.get("uid")) for ref in references if ref.get("kind") == KIND)
     key = (metadata["namespace"], labels[names.JOB_LABEL])
     return _Item(uid, version, key, frozenset(owners), value, value)
 

@@ -296,6 +296,7 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
     used |= {("get", resource) for resource in named}
     # Certificates are renewed; a running job is changed.
     used |= {("update", "secrets"), ("patch", "pods"), ("patch", "services")}
+    used |= {("patch", "persistentvolumeclaims")}  # a job that uses another one's claim becomes an owner
     used -= {("get", "secrets")}  # the operator's own one, by its name, in its own namespace
     used -= {("get", "apis")}  # kopf looks up which resources there are, as each account may
     role = cluster.get("clusterrole", "elastic-ps")

@@ -286,6 +286,8 @@ class ApiServer:
                 return self.put(
                     resource, {**found, "metadata": _merged(found["metadata"], request.body["metadata"])}
                 )
+            if resource == "persistentvolumeclaims":
+                return self.put(resource, _with_owners(found, request))
             whole = resource == "leases"
             patch = request.headers.get("content-type") == "application/merge-patch+json"
             if not patch or sub != ("" if whole else "status"):
@@ -362,6 +364,15 @@ def _merged(old: Any, patch: Any) -> Any:
         else:
             merged[key] = _merged(merged.get(key), value)
     return merged
+
+
+def _with_owners(found: Object, request: Request) -> Object:
+    """Strategic merge patch of the owners: those of the same uid are replaced, and the others stay."""
+    if request.headers.get("content-type") != "application/strategic-merge-patch+json":
+        raise Refusal(415, "UnsupportedMediaType")
+    metadata, added = found["metadata"], request.body["metadata"]["ownerReferences"]
+    owners = {ref["uid"]: ref for ref in [*metadata.get("ownerReferences", []), *added]}
+    return {**found, "metadata": {**metadata, "ownerReferences": [*owners.values()]}}
 
 
 def _status(refusal: Refusal) -> Object:

@@ -24,6 +24,7 @@ from elastic_operator.plan import (
     Options,
     Plan,
     Remember,
+    ShareClaim,
     TellPod,
     stamp,
 )
@@ -133,6 +134,8 @@ class Simulation:
             self.pods[action.name]["metadata"]["annotations"].update(action.annotations)
         elif isinstance(action, Remember):
             self.valid_spec = action.spec
+        elif isinstance(action, ShareClaim):
+            raise NotImplementedError("no claim is lent here")
         elif action.kind == "Service":
             metadata = action.manifest["metadata"]
             self.secured = self.secured or names.TLS_ANNOTATION in metadata["annotations"]

@@ -14,9 +14,9 @@ from elastic_operator.manifests import owner
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import Progress, ServerStatus
 from elastic_ps.contract import env
-from tests.testing.api_server import JOBS, ApiServer
+from tests.testing.api_server import JOBS, ApiServer, Refusal
 from tests.testing.simulation import Simulation, job_document, running
-from tests.unit.operator.test_cluster import Operator
+from tests.unit.operator.test_cluster import Operator, refusing
 
 RETAINED: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": True}}}
 
@@ -96,6 +96,54 @@ def test_a_claim_whose_owner_a_person_has_removed_is_still_the_jobs(
     operator.turns(3)
     assert not [c for c in operator.status.conditions if c.reason == "NameTaken"]
     assert "digits-ps-0" in server.names("pods")
+
+
+def lent(server: ApiServer, operator: Operator, checkpoint: dict[str, Any], **claim: Any) -> list[str]:
+    """The uids of the owners of an ended job's claim after another job has mounted it."""
+    ended = server.add_job("earlier", parameterServer={"checkpoint": {"volumeClaim": claim}})
+    ended["status"] = {"completionTime": "2026-01-01T00:00:00Z"}
+    server.put("persistentvolumeclaims", builders.claim(ended, spec_of(ended["spec"]["parameterServer"])))
+    server.add_job(parameterServer=checkpoint)
+    operator.turns(3)
+    assert "digits-ps-0" in server.names("pods")
+    owners = server.get("persistentvolumeclaims", "earlier-ps-0")["metadata"].get("ownerReferences", [])
+    assert sum(each["controller"] for each in owners) <= 1, "Kubernetes refuses more"
+    return [each["uid"] for each in owners]
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [resuming(job="earlier"), {"checkpoint": {"existingClaim": "earlier-ps-0"}}]
+)
+def test_a_claim_is_kept_as_long_as_any_job_that_uses_it(
+    server: ApiServer, tmp_path: Path, checkpoint: dict[str, Any]
+) -> None:
+    """The garbage collector deletes an object when none of its owners is left."""
+    assert lent(server, Operator(server, tmp_path), checkpoint) == ["uid-earlier", "uid-digits"]
+    assert len(server.asked("PATCH", "persistentvolumeclaims")) == 1
+    assert server.asked("PATCH", "persistentvolumeclaims")[0].path.endswith("/earlier-ps-0")
+
+
+def test_a_claim_without_an_owner_stays_without(server: ApiServer, tmp_path: Path) -> None:
+    assert lent(server, Operator(server, tmp_path), resuming(job="earlier"), retain=True) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'User "operator" cannot patch resource "persistentvolumeclaims" in API group ""',
+        "cannot set an ownerRef on a resource you can't delete",
+    ],
+)
+def test_a_job_that_may_not_keep_its_claim_says_so_and_trains(
+    server: ApiServer, tmp_path: Path, message: str
+) -> None:
+    operator = Operator(server, tmp_path)
+    server.refuse = refusing("PATCH", "earlier-ps-0", Refusal(403, "Forbidden", message))
+    assert lent(server, operator, resuming(job="earlier")) == ["uid-earlier"]
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "RoleTooOld")
+    assert "the claim is deleted with the earlier job that created it" in degraded.message
+    assert message in degraded.message
 
 
 @pytest.mark.parametrize(
