@@ -54,7 +54,8 @@ class ResumeFrom(CamelModel):
     job: Annotated[str | None, _ONE_SOURCE] = Field(
         default=None,
         pattern=CLAIM,
-        description="The earlier job, whose volumeClaim had retain: true. It must have ended.",
+        description="The earlier job, whose volumeClaim had retain: true. It must have ended. If it used the "
+        "claim of another job, name that claim instead.",
     )
     claim: str | None = Field(default=None, pattern=CLAIM, description="The PersistentVolumeClaim itself.")
 

@@ -256,7 +256,7 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
         unplaced = pod.unplaced(now)
         settled = unplaced is None or unplaced >= options.place_limit
         if pod.deleting is None and pod.problem is not None and settled:
-            problems.append(_with_class(pod.problem, desired) if pod.role == "ps" else pod.problem)
+            problems.append(_with_claim(pod.problem, desired) if pod.role == "ps" else pod.problem)
         if pod.active and (why := _unheard(pod, observed, now)):
             problems.append(why)
         held = pod.held_by and (pod.role != "worker" or pod.index in wanted)
@@ -294,10 +294,21 @@ def checkpoints_gone(status: TrainingJobStatus, desired: Desired, observed: Obse
     )
 
 
-def _with_class(problem: Problem, desired: Desired) -> Problem:
-    """Add the claim and its storage class to a scheduler's message that a claim is not bound."""
+def _with_claim(problem: Problem, desired: Desired) -> Problem:
+    """Add what claim to name, or the claim and its storage class, to a scheduler's message about a claim."""
     checkpoint = desired.spec.parameter_server.checkpoint
-    claim = builders.claim_name(desired.name, desired.spec)
+    claim, earlier = builders.claim_name(desired.name, desired.spec), checkpoint.resume_from
+    if (
+        earlier is not None
+        and earlier.job
+        and f'persistentvolumeclaim "{claim}" not found' in problem.message
+    ):
+        hint = (
+            f"The job {earlier.job} has no claim of its own, or it was deleted. If that job used another "
+            "claim, create this job again with parameterServer.checkpoint.resumeFrom: {claim: NAME}, which "
+            "names it"
+        )
+        return Problem(problem.reason, f"{problem.message} {hint}")
     if claim is None or "PersistentVolumeClaim" not in problem.message:
         return problem
     asks = ""

@@ -168,6 +168,21 @@ def test_a_job_uses_a_claim_that_is_there(checkpoint: dict[str, Any], claim: str
     assert "continues from the last checkpoint" in simulation.condition("Suspended")["message"]
 
 
+def test_a_job_that_continues_a_job_without_a_claim_of_its_own_says_what_to_name() -> None:
+    """The earlier job itself continued another one, whose claim it took over."""
+    simulation = Simulation(job_document(parameterServer=resuming(job="second")))
+    simulation.step()
+    text = '0/1 nodes are available: persistentvolumeclaim "second-ps-0" not found.'
+    unplaced = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+    held = {"phase": "Pending", "held": True, "conditions": [unplaced]}
+    simulation.pods["digits-ps-0"]["status"] = held
+    simulation.now += simulation.options.place_limit
+    simulation.step()
+    message = simulation.condition("Degraded")["message"]
+    assert f"{text} The job second has no claim of its own, or it was deleted." in message
+    assert "resumeFrom: {claim: NAME}" in message
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "words"),
     [
