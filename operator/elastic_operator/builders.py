@@ -322,7 +322,6 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
     container: Manifest = {
         "name": names.CONTAINER[role],
         "command": ["python", "-m", _PROGRAMS.get(role, "elastic_ps.server")],
-        "imagePullPolicy": "IfNotPresent",
         # The user has no entry in /etc/passwd, where libraries would look for its name and home.
         "env": [
             {"name": "HOME", "value": "/tmp"},

@@ -130,7 +130,8 @@ def build_image(
 
     `BASE_IMAGE` is set to this machine's base image unless `build_args` has it. Layers are cached, so put
     what changes rarely (dependencies) first. pip inside finds what pip on this machine finds. `tag` should
-    begin with `localhost/`, and pods should not have `imagePullPolicy: Always`.
+    begin with `localhost/` and end with a version, and pods should not have `imagePullPolicy: Always`, which
+    is the default for `latest`.
 
     Blocks: seconds, or minutes when large packages are installed. Raises ClusterError with the build's last
     lines.

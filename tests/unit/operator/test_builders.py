@@ -48,6 +48,15 @@ def test_each_role_runs_its_program(role: env.Role, module: str) -> None:
     assert container(build(role))["command"] == ["python", "-m", module]
 
 
+@pytest.mark.parametrize("role", ["ps", "standby", "worker", "evaluator"])
+def test_kubernetes_decides_when_an_image_is_pulled_again(role: env.Role) -> None:
+    """It pulls `latest` each time: otherwise pods of one job would run different code on different nodes."""
+    job = job_document(image="me/train:latest", evaluator={"entrypoint": "train:evaluate"})
+    pod = builders.pod(job, TrainingJobSpec.model_validate(job["spec"]), role, 0)
+    assert container(pod)["image"] == "me/train:latest"
+    assert "imagePullPolicy" not in container(pod)
+
+
 def test_the_process_is_told_who_it_is() -> None:
     pod = build("worker", 3, parameterServer={"replicas": 2}, worker={"template": {"spec": {}}})
     variables = {item["name"]: item.get("value", "") for item in container(pod)["env"]}
