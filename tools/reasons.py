@@ -110,7 +110,7 @@ CONDITIONS = (
         ("OutOfMemory",),
         "A container was killed at its memory limit.",
         "Raise the limit in the template. Pods that do not run get it at once, except a PS that would lose "
-        "its checkpoints: ask for a restart (`elastic-ps.dev/restartedAt`).",
+        "its checkpoints: ask for a restart (`elastic-ps.dev/restartedAt`), which starts from scratch.",
     ),
     Reason(
         "Degraded",
@@ -255,7 +255,7 @@ CONDITIONS = (
         ("BackoffLimitExceeded",),
         "Processes failed more than `backoffLimit` times. The message begins with the cause of the last "
         "failure.",
-        "Correct what was wrong, and restart the job.",
+        "Correct what was wrong, and restart the job. It starts from scratch if it has no volume claim.",
     ),
     Reason(
         "Failed",
@@ -267,7 +267,7 @@ CONDITIONS = (
         "Failed",
         ("DeadlineExceeded",),
         "The job ran for `activeDeadlineSeconds`. Suspended time does not count.",
-        "Raise the limit, and restart the job.",
+        "Raise the limit, and restart the job. It starts from scratch if it has no volume claim.",
     ),
     Reason(
         "Failed",
@@ -281,7 +281,8 @@ CONDITIONS = (
         ("NotOnDisk",),
         "The training is done, but its last version could not be written within 10 minutes after the end of "
         "the last worker, or within 20 s if the parameter server has a problem.",
-        "Make room on the volume, and restart the job. It continues from the newest version that is there.",
+        "Make room on the volume, and restart the job. It continues from the newest version that is there. "
+        "It starts from scratch if it has no volume claim.",
     ),
     Reason(
         "Failed",

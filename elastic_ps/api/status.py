@@ -170,12 +170,15 @@ class Progress(CamelModel):
         """Whether a checkpoint is on disk, but not of the last version."""
         return self.durable_version is not None and self.durable_version < self.version
 
-    def not_on_disk(self, problem: str) -> str:
-        """The message of a job whose training is done but `unwritten`. `problem`: why, if that is known."""
+    def not_on_disk(self, problem: str, advice: str = "restart the job, which continues from there") -> str:
+        """The message of a job whose training is done but `unwritten`.
+
+        `problem`: why, if that is known. `advice`: how to restart the job.
+        """
         return (
             f"{problem or 'the last version was not written in time'}. The training is done, but its last "
             f"version {self.version} is not on disk; the newest one on disk is version "
-            f"{self.durable_version}. Make room, and restart the job, which continues from there"
+            f"{self.durable_version}. Make room, and {advice}"
         )
 
 

@@ -45,6 +45,17 @@ class Desired:
     generation: int = 0
     secured: bool = False
 
+    @property
+    def advice(self) -> str:
+        """How to restart the job after it has failed, and from where it then trains."""
+        begins = "continues from its last checkpoint"
+        if builders.claim_name(self.name, self.spec) is None:
+            begins = (
+                "starts from scratch, since its checkpoints were on the disk of the pod; "
+                "parameterServer.checkpoint.volumeClaim keeps those of the next job"
+            )
+        return f"restart the job: `{names.restart_command(self.name)}`. It then {begins}"
+
     def changed(self, pod: Pod) -> bool:
         """Return True if a pod was made from another image or template."""
         return pod.template not in ("", builders.template_hash(self.spec, pod.role))

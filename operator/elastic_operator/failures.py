@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Literal, TypeAlias
 
-from elastic_operator import builders, names
+from elastic_operator import builders
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
 from elastic_operator.pods import LAST_OUTPUT, LOST, Pod, Problem, parse_time
@@ -160,7 +160,7 @@ def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed, now: 
         times = "once" if status.worker.failures == 1 else f"{status.worker.failures} times"
         then = (
             f"Processes have failed {times}, more than backoffLimit {limit} allows. Correct the cause, and "
-            f"restart the job: `{names.restart_command(desired.name)}`"
+            f"{desired.advice}"
         )
         return Problem("BackoffLimitExceeded", _ends(status.worker.last_failure or "", then))
     return None

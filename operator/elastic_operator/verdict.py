@@ -48,7 +48,7 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = (
             f"the job did not finish within activeDeadlineSeconds ({deadline} s). Raise the limit, and "
-            f"restart the job: `{names.restart_command(desired.name)}`"
+            f"{desired.advice}"
         )
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now) or _share_left(observed)
@@ -80,7 +80,7 @@ def _workers_done(
         if left > timedelta(0):
             return None
         if progress.unwritten:
-            return _without_last_version(status, observed, now)
+            return _without_last_version(status, desired, observed, now)
         message = progress.why_stopped if progress.stopped else progress.all_done
         if evaluator is not None and _evaluates(observed):
             message += NOT_EVALUATED.format(evaluator.finish_timeout.total_seconds())
@@ -111,14 +111,16 @@ def _share_left(observed: Observed) -> Verdict | None:
     return None
 
 
-def _without_last_version(status: TrainingJobStatus, observed: Observed, now: datetime) -> Verdict | None:
+def _without_last_version(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime
+) -> Verdict | None:
     """How a job ends whose last version is not on disk; None while there is time to write it."""
     problem = observed.word.problem if observed.word is not None else ""
     limit = TROUBLED_WRITE_LIMIT if problem else WRITE_LIMIT
     last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
     if now - last <= limit:
         return None
-    return Verdict("Failed", Problem("NotOnDisk", status.progress.not_on_disk(problem)))
+    return Verdict("Failed", Problem("NotOnDisk", status.progress.not_on_disk(problem, desired.advice)))
 
 
 def _evaluates(observed: Observed) -> bool:

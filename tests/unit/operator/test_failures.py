@@ -222,8 +222,21 @@ def test_a_worker_that_has_nothing_to_save_is_not_replaced_after_the_training(ch
     assert list(simulation.workers()) == ["digits-worker-0"]
 
 
-def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to_do() -> None:
-    simulation = running(runPolicy={"backoffLimit": 1})
+@pytest.mark.parametrize(
+    ("checkpoint", "begins"),
+    [
+        (
+            {},
+            "starts from scratch, since its checkpoints were on the disk of the pod; "
+            "parameterServer.checkpoint.volumeClaim keeps those of the next job",
+        ),
+        ({"volumeClaim": {}}, "continues from its last checkpoint"),
+    ],
+)
+def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to_do(
+    checkpoint: dict[str, Any], begins: str
+) -> None:
+    simulation = running(runPolicy={"backoffLimit": 1}, parameterServer={"checkpoint": checkpoint})
     simulation.end("digits-worker-0", 1)
     simulation.settle()
     output = "Traceback (most recent call last):\n  File x\nKeyError: 'x'\nWARNING the connection was closed"
@@ -235,7 +248,8 @@ def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to
     assert failed["message"] == (
         "KeyError: 'x' (digits-worker-0 exited with 1). Processes have failed 2 times, more than "
         "backoffLimit 1 allows. Correct the cause, and restart the job: `kubectl annotate "
-        f"tj/digits --overwrite elastic-ps.dev/restartedAt=$(date -u +%FT%TZ)`. Last output: {output}"
+        f"tj/digits --overwrite elastic-ps.dev/restartedAt=$(date -u +%FT%TZ)`. It then {begins}. "
+        f"Last output: {output}"
     )
     assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
 

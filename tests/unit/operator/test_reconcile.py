@@ -414,6 +414,7 @@ def test_a_job_whose_last_version_is_not_on_disk_fails(problem: str, minutes: in
     assert failed["reason"] == "NotOnDisk"
     assert (problem or "not written in time") in failed["message"]
     assert "version 4" in failed["message"]
+    assert "It then starts from scratch" in failed["message"], "the job has no volume claim"
 
 
 @pytest.mark.parametrize(("policy", "left"), [("Running", 1), ("None", 2), ("All", 0)])
