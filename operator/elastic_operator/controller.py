@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from elastic_operator import names
 from elastic_operator.api import ApiError
 from elastic_operator.cluster import Cluster
-from elastic_operator.desired import mounted_claim, untried
+from elastic_operator.desired import foreign_claim, untried
 from elastic_operator.documents import read_status
 from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
@@ -95,7 +95,7 @@ class Controller:
         now, options = datetime.now(UTC), self._settings.options
         if not is_over(job):
             pods = untried(job, observed, options.policy, secured=options.secured)
-            claim = mounted_claim(job)
+            claim = foreign_claim(job)
             lent = claim is not None and self._store.is_lent(key[0], claim, job["metadata"]["uid"])
             observed = replace(observed, rejected=self._cluster.check(job, pods), lent=lent)
         plan = reconcile(job, observed, now, options)

@@ -162,8 +162,11 @@ def read_last_valid(
     return replace(known, invalid=f"{kept} until you correct this: {why}")
 
 
-def mounted_claim(job: Mapping[str, Any]) -> str | None:
-    """The volume claim that a job mounts; None if there is none, or the spec is invalid."""
+def foreign_claim(job: Mapping[str, Any]) -> str | None:
+    """The volume claim that a job mounts and has not created; None for none, or if the spec is invalid."""
+    checkpoint = ((job.get("spec") or {}).get("parameterServer") or {}).get("checkpoint") or {}
+    if not (checkpoint.get("existingClaim") or checkpoint.get("resumeFrom")):
+        return None  # as of most jobs, whose spec need not be read for this
     try:
         spec = parse_spec(dict(job.get("spec") or {}), source="spec")
     except (InvalidJob, RecursionError):
