@@ -1,4 +1,4 @@
-"""The states of Lightning's EarlyStopping and ModelCheckpoint, as values of the job.
+"""Lightning's EarlyStopping and ModelCheckpoint, whose states are values of the job.
 
 Patience and the best files are kept in a process, which a job may replace. So the chief writes them to
 `Session.state`, where a worker that begins finds them, and a worker that becomes the chief.
@@ -7,7 +7,9 @@ Patience and the best files are kept in a process, which a job may replace. So t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +64,25 @@ class CallbackStates:
                     "workers that join later do not get the state of %s: %s", ", ".join(changed), error
                 )
             self._warned = True
+
+
+def act_where_saved(trainer: Any, saves: Callable[[], bool]) -> None:
+    """Let each ModelCheckpoint look for files, and link them, on the worker that saves them.
+
+    Lightning asks `is_global_zero` there. All processes of a worker call `saves`, which may block.
+    """
+
+    def as_seen(acts: bool) -> Any:
+        return SimpleNamespace(is_global_zero=acts, strategy=trainer.strategy)
+
+    for each in trainer.callbacks:
+        if SAVING in _kinds(each):
+            looks, links = each.file_exists, each._link_checkpoint  # noqa: SLF001 (no other way)
+            each.file_exists = lambda path, _, looks=looks: looks(path, as_seen(saves()))
+            # A new chief may lack the file, and then leaves the link as it is.
+            each._link_checkpoint = lambda _, path, link, links=links: links(  # noqa: SLF001
+                as_seen(saves() and Path(path).exists()), path, link
+            )
 
 
 def _kinds(callback: Any) -> set[str]:

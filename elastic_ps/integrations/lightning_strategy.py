@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.gradients import ClippedSteps, of_second_step
+from elastic_ps.integrations.lightning_callbacks import act_where_saved
 from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers, refuse_steps
 from elastic_ps.integrations.lightning_epochs import Epochs
 from elastic_ps.integrations.lightning_loop import Loop, metrics_of
@@ -191,6 +192,7 @@ class TrainsInJob(OneDevice):
                 self.session.scheduler(config.scheduler)
             else:
                 refuse_steps(config.scheduler)
+        act_where_saved(trainer, self.saves)
         trainer.callbacks.insert(0, self.callback_kind(self._loop))
 
     @property

@@ -83,7 +83,7 @@ def test_a_new_chief_knows_the_best_file_of_the_one_before(tmp_path: Path) -> No
 
     def script(session: Session) -> None:
         name = f"{{epoch}}-of-{session.worker}"
-        saving = ModelCheckpoint(tmp_path / "saved", name, monitor="val/loss", mode="max")
+        saving = ModelCheckpoint(tmp_path / "saved", name, monitor="val/loss", mode="max", save_last="link")
         fit(ElasticStrategy(session=session), Ending(), callbacks=[saving], max_epochs=4)
         best[session.worker] = saving.best_model_path
 
@@ -91,7 +91,29 @@ def test_a_new_chief_knows_the_best_file_of_the_one_before(tmp_path: Path) -> No
         job.run(script, workers=2)
     [(worker, path)] = best.items()
     assert Path(path).name == f"epoch=0-of-{1 - worker}.ckpt"
-    assert [str(each) for each in (tmp_path / "saved").iterdir()] == [path]
+    link = tmp_path / "saved" / "last.ckpt"
+    assert {*(tmp_path / "saved").iterdir()} == {Path(path), link}
+    assert link.resolve() == Path(path).resolve()
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_files_get_the_names_of_lightning_alone_where_worker_1_saves(tmp_path: Path, mode: str) -> None:
+    """There is a file of an earlier run, and each epoch's file has the same name."""
+
+    def saved(strategy: Any, where: Path) -> dict[str, str]:
+        where.mkdir()
+        (where / "best.ckpt").write_text("earlier")
+        saving = ModelCheckpoint(where, "best", monitor="val/loss", mode=mode, save_top_k=2, save_last="link")
+        fit(strategy, Going(), callbacks=[saving], max_epochs=4)
+        assert (where / "best.ckpt").read_text() == "earlier"
+        return {path.name: path.resolve().name for path in where.iterdir()}
+
+    alone, ours = saved("auto", tmp_path / "alone"), list[dict[str, str]]()
+    with running_job(tmp_path / "job", data=IN_ORDER, worker={"replicas": 2}) as job:
+        job.start(1, lambda session: ours.append(saved(ElasticStrategy(session=session), tmp_path / "ours")))
+        job.join()
+    assert ours == [alone]
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
