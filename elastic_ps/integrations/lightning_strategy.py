@@ -88,7 +88,7 @@ class TrainsInJob(OneDevice):
         self._max_grad_norm = max_grad_norm
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
-        self._trained = self._goes_on = False
+        self._trained = False
         self.was_chief: bool | None = None  # when this worker asked last
         super().__init__(**options)
         self._launcher = self  # so that Lightning calls `launch`
@@ -98,8 +98,8 @@ class TrainsInJob(OneDevice):
 
     @property
     def is_global_zero(self: Any) -> bool:
-        """True on worker 0, which logs and shows progress. If only the chief goes on, true there."""
-        return bool((self._goes_on or self.session.worker == 0) and leads())
+        """True on worker 0, which logs and shows progress. After `Trainer.fit`, true on the chief instead."""
+        return bool(self.session.is_chief if self._trained else self.session.worker == 0 and leads())
 
     # As what Lightning calls a launcher.
 
@@ -120,8 +120,7 @@ class TrainsInJob(OneDevice):
                 logger.warning("the training is over, and this worker ends its script here: %s", _OTHERS)
                 trainer.loggers = []  # Lightning would tell them of a failure, after the success of `fit`
                 raise SystemExit(0)
-            self._goes_on = True
-            rank_zero_only.rank = int(not leads())
+            rank_zero_only.rank = 0
             if _lacks_checkpoint(trainer, path):
                 logger.warning(_LAST_WEIGHTS, trainer.state.fn)
                 given.update(model=trainer.lightning_module, ckpt_path=None)

@@ -141,7 +141,25 @@ def test_workers_share_the_batches_of_lightning_alone(tmp_path: Path, workers: i
     adam = torch.optim.AdamW(module.parameters())
     adam.load_state_dict(last["optimizer_states"][0])
     assert float(adam.state[next(module.parameters())]["step"]) == len(job.commits())
-    assert [trained[worker].trainer.is_global_zero for worker in range(workers)] == [True, False][:workers]
+    assert sum(module.trainer.is_global_zero for module in trained.values()) == 1, "the chief"
+
+
+def test_after_the_training_a_script_saves_where_is_global_zero(tmp_path: Path) -> None:
+    """Worker 1 is the chief, and worker 0 comes when the training is over."""
+    zeros, path = list[int](), tmp_path / "last.ckpt"
+
+    def script(session: Session) -> None:
+        trainer = fit(ElasticStrategy(session=session), Net()).trainer
+        if trainer.is_global_zero:
+            zeros.append(session.worker)
+            trainer.save_checkpoint(path)
+
+    with running_job(tmp_path / "job", data=IN_ORDER, worker={"replicas": 2}) as job:
+        for worker in (1, 0):
+            job.start(worker, script)
+            job.join()
+    assert zeros == [1]
+    assert path.exists()
 
 
 def test_a_frozen_base_stays_the_workers_own(tmp_path: Path) -> None:
