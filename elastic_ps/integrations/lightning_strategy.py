@@ -92,7 +92,7 @@ class TrainsInJob(OneDevice):
         self.was_chief: bool | None = None  # when this worker asked last
         super().__init__(**options)
         self._launcher = self  # so that Lightning calls `launch`
-        rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
+        rank_zero_only.rank = self.global_rank
 
     # Where the work is.
 
@@ -100,6 +100,15 @@ class TrainsInJob(OneDevice):
     def is_global_zero(self: Any) -> bool:
         """True on worker 0, which logs and shows progress. After `Trainer.fit`, true on the chief instead."""
         return bool(self.session.is_chief if self._trained else self.session.worker == 0 and leads())
+
+    @property
+    def global_rank(self) -> int:
+        """0 where `is_global_zero` is true. Elsewhere it is the worker's number, or 1 on worker 0."""
+        return 0 if self.is_global_zero else max(1, self.session.worker)
+
+    @global_rank.setter
+    def global_rank(self, rank: int) -> None:
+        """Lightning sets it to 0 on every worker."""
 
     # As what Lightning calls a launcher.
 

@@ -148,8 +148,13 @@ def test_after_the_training_a_script_saves_where_is_global_zero(tmp_path: Path) 
     """Worker 1 is the chief, and worker 0 comes when the training is over."""
     zeros, path = list[int](), tmp_path / "last.ckpt"
 
+    class Ranked(Net):
+        def on_fit_start(self) -> None:
+            assert self.global_rank == self.trainer.strategy.session.worker
+
     def script(session: Session) -> None:
-        trainer = fit(ElasticStrategy(session=session), Net()).trainer
+        trainer = fit(ElasticStrategy(session=session), Ranked()).trainer
+        assert trainer.is_global_zero == (trainer.global_rank == 0)
         if trainer.is_global_zero:
             zeros.append(session.worker)
             trainer.save_checkpoint(path)
