@@ -7,8 +7,10 @@ and ends it. See docs/guides/huggingface.md.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
@@ -70,6 +74,13 @@ _NO_LABEL = (
     "records without any labelled token (all labels are -100) are skipped. If there are many, check the "
     "collator: perhaps its template is not in the text, or truncation cuts the labels off"
 )
+_NO_UPLOAD = (
+    "%s does not upload checkpoint-%d: worker 0 has the run, but this worker, the chief, has written the "
+    "checkpoint. Upload it in a callback's on_save, or after trainer.train() where "
+    "trainer.is_world_process_zero() is true"
+)
+_TRACKERS = tuple(INTEGRATION_TO_CALLBACK.values())
+_UPLOADING = ("_log_model", "_log_artifacts", "sync_checkpoints")  # attributes of them
 
 
 def prepare_trainer(
@@ -284,12 +295,27 @@ class _InJob:
                 super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _on_save(self: Any, args: Any, state: Any, control: Any) -> Any:
-        """Call the callbacks, on the worker that has saved something."""
+        """Call the callbacks, on the worker that has saved something.
+
+        The state says there that this is the first process. Only trackers know better: worker 0 has the run.
+        """
         if self._saved_at is None:
             control.should_save = False
             return control
-        with self._counting_steps(self._saved_at):
-            return CallbackHandler.on_save(self.callback_handler, args, state, control)
+        logs, part = state.is_world_process_zero, copy.copy(self.callback_handler)
+        every = part.callbacks
+        trackers = [each for each in every if not logs and isinstance(each, _TRACKERS)]
+        if names := [type(each).__name__ for each in trackers if _uploads(each)]:
+            logger.warning(_NO_UPLOAD, " and ".join(names), self._saved_at)
+        try:
+            with self._counting_steps(self._saved_at):
+                part.callbacks = trackers
+                control = CallbackHandler.on_save(part, args, state, control)
+                part.callbacks = [each for each in every if each not in trackers]
+                state.is_world_process_zero = True
+                return CallbackHandler.on_save(part, args, state, control)
+        finally:
+            state.is_world_process_zero = logs
 
     def _finalize_training(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Like the Trainer's. Only the chief may remove all checkpoints but the best."""
@@ -523,6 +549,14 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._evaluated = self._trainer.session.version
+
+
+def _uploads(tracker: Any) -> bool:
+    """Return whether a tracker of transformers is set up to upload each checkpoint."""
+    if isinstance(tracker, INTEGRATION_TO_CALLBACK["clearml"]):  # it decides where it has the run
+        return os.environ.get("CLEARML_LOG_MODEL", "TRUE").upper() in ENV_VARS_TRUE_VALUES
+    given = [getattr(tracker, name, None) for name in _UPLOADING]
+    return any(each not in (None, False, "false", "end") for each in given)  # as W&B names them
 
 
 def _is_due(state: Any, every: int | None) -> bool:

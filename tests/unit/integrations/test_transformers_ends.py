@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+from transformers.integrations import INTEGRATION_TO_CALLBACK, MLflowCallback
+from transformers.integrations.integration_utils import WandbLogModel
 from transformers.trainer_utils import get_last_checkpoint
 
 from elastic_ps.contract.env import Resume
 from elastic_ps.errors import UsageError
-from elastic_ps.integrations.transformers import prepare_trainer
+from elastic_ps.integrations.transformers import _uploads, prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
 from tests.testing.oracle import assert_each_record_once
@@ -208,6 +210,57 @@ def test_the_chief_saves_and_uploads(tmp_path: Path) -> None:
     assert uploads == [(chief, True) for chief in chiefs]
     assert zeros == chiefs
     assert [*tmp_path.glob("*/model.safetensors")] == [tmp_path / f"worker-{chiefs[0]}" / "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "given", "uploads"),
+    [
+        ("clearml", {}, True),
+        ("flyte", {"sync_checkpoints": True}, True),
+        ("tensorboard", {}, False),
+        ("wandb", {"_log_model": WandbLogModel.CHECKPOINT}, True),
+        ("wandb", {"_log_model": WandbLogModel.END}, False),
+        ("wandb", {"_log_model": WandbLogModel.FALSE}, False),
+    ],
+)
+def test_which_trackers_upload_each_checkpoint(tracker: str, given: dict[str, Any], uploads: bool) -> None:
+    made = object.__new__(INTEGRATION_TO_CALLBACK[tracker])  # their packages are not installed
+    vars(made).update(given)
+    assert _uploads(made) == uploads
+
+
+def test_callbacks_of_a_save_are_on_the_first_process_but_trackers_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Worker 1 is the chief, but worker 0 has the run of a tracker."""
+    called = list[tuple[str, bool, int]]()
+
+    class Copying(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            called.append((type(self).__name__, state.is_world_process_zero, state.global_step))
+
+    class Tracker(Copying, MLflowCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._log_artifacts = True
+
+        on_train_begin = on_log = on_train_end = TrainerCallback.on_train_begin
+        __del__ = object.__init__
+
+    def script(session: Session) -> None:
+        options: dict[str, Any] = {"save_strategy": "epoch", "num_train_epochs": 2, "eval_strategy": "no"}
+        trainer = make(tmp_path / "out", given={"callbacks": [Copying(), Tracker()]}, **options)
+        prepare_trainer(trainer, session=session).train()
+        assert not trainer.state.is_world_process_zero
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.start(1, script)
+        job.join()
+    assert sorted(called) == [
+        (name, name == "Copying", n) for name in ("Copying", "Tracker") for n in (13, 26)
+    ]
+    assert [each.partition(":")[0] for each in caplog.messages if "upload" in each] == [
+        f"Tracker does not upload checkpoint-{number}" for number in (13, 26)
+    ]
 
 
 def test_a_callback_ends_the_training_of_a_worker_that_has_repeated_steps(tmp_path: Path) -> None:
