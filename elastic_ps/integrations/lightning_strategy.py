@@ -41,6 +41,11 @@ _OTHERS = "another worker has the checkpoint, and only that one runs the rest of
 _LAST_WEIGHTS = (
     "another worker has written the checkpoint, so trainer.%s(...) uses the last weights of the training"
 )
+_UPLOADS = (
+    "the chief, which is another worker, has written the checkpoints. %s uploads from worker 0 those that it "
+    "finds there under the names of its own. Upload others after trainer.fit(...) where "
+    "trainer.is_global_zero is true"
+)
 
 
 class TrainsInJob(OneDevice):
@@ -136,8 +141,16 @@ class TrainsInJob(OneDevice):
         result = function(*bound.args, **bound.kwargs)
         if self._trained and trainer.state.fn in ("validate", "test") and self.session.is_chief:
             self.session.report(**metrics_of(result))
-        self._trained = self._trained or trainer.state.fn == "fit"
+        if trainer.state.fn == "fit":
+            self._trained = True
+            self._warn_of_uploads(trainer.loggers)
         return result
+
+    def _warn_of_uploads(self, loggers: list[Any]) -> None:
+        """Say that loggers, which log on worker 0, may lack the files that they are to upload."""
+        names = [type(each).__name__ for each in loggers if getattr(each, "_log_model", False)]
+        if names and not self.is_global_zero and self.session.worker == 0:
+            logger.warning(_UPLOADS, " and ".join(names))
 
     def kill(self, signum: int) -> None:
         """Lightning calls it at a SIGTERM, for the processes that a launcher has started."""

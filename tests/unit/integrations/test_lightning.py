@@ -144,7 +144,15 @@ def test_workers_share_the_batches_of_lightning_alone(tmp_path: Path, workers: i
     assert sum(module.trainer.is_global_zero for module in trained.values()) == 1, "the chief"
 
 
-def test_after_the_training_a_script_saves_where_is_global_zero(tmp_path: Path) -> None:
+class Uploading(CSVLogger):  # type: ignore[misc]
+    """As those that upload checkpoints, such as WandbLogger."""
+
+    _log_model = "all"
+
+
+def test_after_the_training_a_script_saves_where_is_global_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Worker 1 is the chief, and worker 0 comes when the training is over."""
     zeros, path = list[int](), tmp_path / "last.ckpt"
 
@@ -153,7 +161,8 @@ def test_after_the_training_a_script_saves_where_is_global_zero(tmp_path: Path) 
             assert self.global_rank == self.trainer.strategy.session.worker
 
     def script(session: Session) -> None:
-        trainer = fit(ElasticStrategy(session=session), Ranked()).trainer
+        logs = Uploading(tmp_path, version=session.worker)
+        trainer = fit(ElasticStrategy(session=session), Ranked(), logger=logs).trainer
         assert trainer.is_global_zero == (trainer.global_rank == 0)
         if trainer.is_global_zero:
             zeros.append(session.worker)
@@ -165,6 +174,7 @@ def test_after_the_training_a_script_saves_where_is_global_zero(tmp_path: Path) 
             job.join()
     assert zeros == [1]
     assert path.exists()
+    assert caplog.text.count("Uploading uploads from worker 0 those that it finds") == 1
 
 
 def test_a_frozen_base_stays_the_workers_own(tmp_path: Path) -> None:
