@@ -85,6 +85,13 @@ def act_where_saved(trainer: Any, saves: Callable[[], bool]) -> None:
             )
 
 
+def overwrite_config(trainer: Any) -> None:
+    """Let LightningCLI write its file again: a worker that replaces another one finds that one's."""
+    for each in trainer.callbacks:
+        if "SaveConfigCallback" in _kinds(each):
+            each.overwrite = True
+
+
 def _kinds(callback: Any) -> set[str]:
     return {kind.__name__ for kind in type(callback).__mro__}  # of either package
 

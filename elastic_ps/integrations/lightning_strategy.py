@@ -20,10 +20,11 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from elastic_ps.contract import env
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.gradients import ClippedSteps, of_second_step
-from elastic_ps.integrations.lightning_callbacks import act_where_saved
+from elastic_ps.integrations.lightning_callbacks import act_where_saved, overwrite_config
 from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers, refuse_steps
 from elastic_ps.integrations.lightning_epochs import Epochs
 from elastic_ps.integrations.lightning_loop import Loop, metrics_of
@@ -169,6 +170,8 @@ class TrainsInJob(OneDevice):
         """Like Lightning's. Raises UsageError: the Trainer is set up for what cannot work in a job."""
         if self._fits:
             check(self._trainer)
+            if env.in_job():
+                overwrite_config(self._trainer)
         super().setup_environment()  # type: ignore[misc]
 
     def teardown(self: Any) -> None:

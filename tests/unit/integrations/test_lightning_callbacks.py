@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.cli import SaveConfigCallback
 
+from elastic_ps.contract import env
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
@@ -129,6 +131,35 @@ def test_a_list_of_files_may_be_too_long(tmp_path: Path, caplog: pytest.LogCaptu
         job.join()
         assert job.coordinator.job.state.script_state == "{}"
     assert caplog.text.count("workers that join later do not get the state of lightning") == 1
+
+
+def test_a_worker_that_takes_anothers_place_writes_the_config_of_the_cli_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"{env.PREFIX}ROLE", "worker")
+
+    class Parser:
+        """What `jsonargparse` does: it is not installed."""
+
+        def save(self, config: str, path: str, *, overwrite: bool, **_: Any) -> None:
+            assert overwrite or not Path(path).exists()
+            Path(path).write_text(config)
+
+    written = list[str]()
+
+    def script(session: Session) -> None:
+        saving = SaveConfigCallback(Parser(), str(len(written)))
+        module = Going() if written else Ending()
+        try:
+            fit(ElasticStrategy(session=session), module, callbacks=[saving], default_root_dir=tmp_path)
+        finally:
+            written.append((tmp_path / "config.yaml").read_text())
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        for _ in range(2):
+            job.start(0, script)
+            job.join()
+    assert written == ["0", "1"]
 
 
 def test_without_such_callbacks_nothing_is_written(tmp_path: Path) -> None:
