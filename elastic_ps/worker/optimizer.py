@@ -32,7 +32,7 @@ _SCALED = (
 )
 
 _UNSCALED = "Train without a GradScaler, as with torch.autocast in bfloat16 or float32"
-_SCALED_ROWS = f"a GradScaler does not unscale gradients of tables, which are not parameters. {_UNSCALED}"
+_SCALED_ROWS = f"a GradScaler does not unscale gradients of tables that grow. {_UNSCALED}"
 _SCALED_APART = f"the GradScaler of each process of a worker would skip steps of its own. {_UNSCALED}"
 
 _UNSCHEDULED = (
