@@ -431,11 +431,6 @@ class WorkerStatus(CamelModel):
     completed: int = Field(
         default=0, description="The number of workers that have come to the end of their script."
     )
-    completed_indexes: list[int] | None = Field(
-        default=None,
-        description="The indexes of these workers if no script has called session.loader, so that no records "
-        "are counted. They are not run again when their pods are gone.",
-    )
     failures: int = Field(default=0, description="The number of failures that count against backoffLimit.")
     restarts: int = Field(
         default=0,

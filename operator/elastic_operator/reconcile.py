@@ -111,11 +111,8 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     if desired.restart is not None and desired.restart > now:
         desired = replace(desired, restart=None)
     if left := left_over(desired, observed):
-        worker = status.worker.model_copy(update={"completed_indexes": None})  # a restart runs them again
-        status = status.model_copy(update={"worker": worker})
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
     status, notes = counted(status, desired, observed, now)
-    observed = _with_completed(observed, status, desired)
     status = judged(_with_counts(status, observed, desired), now)
     notes += model_lost(old, status, observed)
     if desired.spec.run_policy.suspend:
@@ -139,25 +136,6 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
         notes=(*notes, *turned(old, status, dead=deaths(observed))),
         requeue=next_look(job, status, desired, observed, now, options),
     )
-
-
-def _with_completed(observed: Observed, status: TrainingJobStatus, desired: Desired) -> Observed:
-    """Add the workers that have completed, although their pods are gone, if the job still wants them."""
-    there = {pod.index for pod in observed.of("worker")}
-    gone = [
-        Pod(
-            name=names.pod(desired.name, "worker", index),
-            uid="",
-            role="worker",
-            index=index,
-            ending="done",
-            ended=parse_time(status.start_time),
-        )
-        for index in status.worker.completed_indexes or []
-        if index not in there
-    ]
-    wanted = desired.workers(replace(observed, pods=(*observed.pods, *gone)))
-    return replace(observed, pods=(*observed.pods, *(pod for pod in gone if pod.index in wanted)))
 
 
 def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired) -> TrainingJobStatus:

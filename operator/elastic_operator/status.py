@@ -121,8 +121,7 @@ def with_counts(
     """The status with the numbers of pods, the progress and the summary for `kubectl get`."""
     workers = observed.of("worker")
     ready = sum(pod.active and pod.ready for pod in workers)
-    done = [pod.index for pod in workers if pod.ending == "done"]
-    completed = min(replicas, len(done))
+    completed = min(replicas, sum(pod.ending == "done" for pod in workers))
     worker: WorkerStatus = status.worker.model_copy(
         update={
             "replicas": sum(pod.active for pod in workers),
@@ -141,8 +140,6 @@ def with_counts(
             progress = told.progress.model_copy(update={"metrics": told.progress.metrics or progress.metrics})
             traffic = TrafficStatus.of(told.traffic, bucket_bytes=told.bucket_bytes) or traffic
             tables = TableRows.of(told.tables) or tables
-    known = done if done and progress.records_expected is None else None
-    worker = worker.model_copy(update={"completed_indexes": known})
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),

@@ -372,46 +372,6 @@ def test_a_job_whose_scripts_open_no_data_set_succeeds_when_they_have_ended() ->
     assert simulation.condition("Succeeded")["message"] == "every worker has ended its script"
 
 
-def test_a_restart_runs_the_workers_again_that_have_completed() -> None:
-    simulation = running(worker={"replicas": 2})
-    simulation.end("digits-worker-0", 0)
-    simulation.step()
-    simulation.now += timedelta(minutes=1)
-    simulation.restart(simulation.now)
-    simulation.settle()
-    assert simulation.pods["digits-worker-0"]["status"]["phase"] == "Running"
-
-
-@pytest.mark.parametrize("loader", [False, True])
-def test_a_worker_that_has_completed_is_not_run_again_when_its_pod_is_gone(loader: bool) -> None:
-    """Its node was removed, say. If scripts open a data set, its records tell whether anything is left."""
-    simulation = running(worker={"replicas": 3})
-    progress = Progress(records_expected=10 if loader else None)
-    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
-    simulation.end("digits-worker-1", 0)
-    simulation.settle()
-    del simulation.pods["digits-worker-1"]
-    simulation.settle()
-    left = ["digits-worker-0", "digits-worker-2"]
-    assert simulation.workers() == sorted([*left, *(["digits-worker-1"] if loader else [])])
-    assert simulation.status["worker"]["completed"] == (0 if loader else 1)
-    assert simulation.status["worker"].get("completedIndexes") == (None if loader else [1])
-    if loader:
-        return
-    simulation.scale(2)
-    simulation.settle()
-    assert simulation.workers() == left, "those that train stay"
-    simulation.scale(3)
-    simulation.settle()
-    assert simulation.workers() == ["digits-worker-0", "digits-worker-1", "digits-worker-2"], "a new one"
-    for name in simulation.workers():
-        simulation.end(name, 0)
-        simulation.step()
-        del simulation.pods[name]
-    simulation.settle()
-    assert simulation.condition("Succeeded")["message"] == "every worker has ended its script"
-
-
 def test_a_job_that_a_script_has_stopped_succeeds_with_the_reason() -> None:
     simulation = running()
     progress = Progress(
