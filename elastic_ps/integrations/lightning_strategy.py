@@ -170,8 +170,8 @@ class TrainsInJob(OneDevice):
         """Like Lightning's. Raises UsageError: the Trainer is set up for what cannot work in a job."""
         if self._fits:
             check(self._trainer)
-            if env.in_job():
-                overwrite_config(self._trainer)
+        if env.in_job():
+            overwrite_config(self._trainer)
         super().setup_environment()  # type: ignore[misc]
 
     def teardown(self: Any) -> None:
