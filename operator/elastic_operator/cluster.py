@@ -35,6 +35,7 @@ from elastic_operator.plan import (
 from elastic_operator.pods import Problem
 from elastic_operator.status import dump_status
 from elastic_operator.store import Resource, Store, is_owned, path_of
+from elastic_ps.api.job import KIND
 from elastic_ps.api.status import TrainingJobStatus
 from elastic_ps.errors import ConnectionLost, UsageError
 
@@ -62,7 +63,8 @@ _NO_VERDICT = ("exceeded quota", "does not support dry run")
 _STRICT = {"fieldValidation": "Strict"}
 """A misspelt field of a template is then refused instead of silently dropped."""
 
-_OF_A_ROLE = (' cannot patch resource "', "cannot set an ownerRef")
+_PROTECTED = "cannot set an ownerRef"
+_OF_A_ROLE = (' cannot patch resource "', _PROTECTED)
 """Marks of the messages by which RBAC refuses; the second one of clusters that protect owners, too."""
 
 _SAME_ROLE = timedelta(minutes=10)
@@ -206,6 +208,8 @@ class Cluster:
                     f"the operator's Role does not permit it to patch {resource} in the namespace "
                     f"{namespace}. Upgrade the chart together with the image"
                 )
+                if _PROTECTED in error.message:
+                    text = f"only who may delete {resource} may change their owners: grant the operator that"
                 if resource == "persistentvolumeclaims":
                     text += ". Until then, the claim is deleted with the earlier job that created it"
                 missing = Problem(ROLE_TOO_OLD, f"{text} ({error.message})")
@@ -292,7 +296,10 @@ class Cluster:
                 "NameTaken", f"{resource}/{name} belongs to an earlier job, and is still being deleted"
             )
         text = f"{resource}/{name} exists already and does not belong to this job"
-        if resource == "persistentvolumeclaims":
+        owners = there["metadata"].get("ownerReferences") or []
+        if users := sorted(str(each["name"]) for each in owners if each.get("kind") == KIND):
+            text += f", but to {', '.join(users)}. Choose another name for this job, or delete those first"
+        elif resource == "persistentvolumeclaims":
             text += ". To continue from it, create the job again with parameterServer.checkpoint.resumeFrom: "
             text += f"{{claim: {name}}} in place of volumeClaim. To train from the start, delete the claim"
         return Problem("NameTaken", text)

@@ -63,7 +63,7 @@ def next_look(
 ) -> timedelta:
     """The time until a pass is needed although nothing has changed. A change asks for a pass by itself."""
     times = [options.look]
-    if observed.keeping_back:
+    if observed.keeping_back or observed.rejected:
         times = [options.retry]
     workers = observed.of("worker")
     times += [restart_in(pod, status, desired, now, options) for pod in workers if pod.over]

@@ -77,6 +77,12 @@ def test_a_retained_claim_is_the_jobs_and_is_not_taken_by_the_next_of_the_same_n
     way = "create the job again with parameterServer.checkpoint.resumeFrom: {claim: digits-ps-0} in place of"
     assert f"{way} volumeClaim. To train from the start, delete the claim" in degraded.message
     assert server.names("pods") == ["digits-worker-0"], "no server uses the claim while it is another job's"
+    user = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob", "name": "next", "uid": "uid-next"}
+    server.get("persistentvolumeclaims", "digits-ps-0")["metadata"]["ownerReferences"] = [user]
+    operator.turns()
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert "belong to this job, but to next. Choose another name for this job" in degraded.message
+    assert "delete the claim" not in degraded.message
     server.remove("persistentvolumeclaims", "digits-ps-0")
     operator.turns()
     assert server.names("pods") == ["digits-ps-0", "digits-worker-0"]
@@ -128,14 +134,17 @@ def test_a_claim_without_an_owner_stays_without(server: ApiServer, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "advice"),
     [
-        'User "operator" cannot patch resource "persistentvolumeclaims" in API group ""',
-        "cannot set an ownerRef on a resource you can't delete",
+        (
+            'User "operator" cannot patch resource "persistentvolumeclaims" in API group ""',
+            "Upgrade the chart",
+        ),
+        ("cannot set an ownerRef on a resource you can't delete", "only who may delete"),
     ],
 )
 def test_a_job_that_may_not_keep_its_claim_says_so_and_trains(
-    server: ApiServer, tmp_path: Path, message: str
+    server: ApiServer, tmp_path: Path, message: str, advice: str
 ) -> None:
     operator = Operator(server, tmp_path)
     server.refuse = refusing("PATCH", "earlier-ps-0", Refusal(403, "Forbidden", message))
@@ -144,6 +153,7 @@ def test_a_job_that_may_not_keep_its_claim_says_so_and_trains(
     assert (degraded.status, degraded.reason) == ("True", "RoleTooOld")
     assert "the claim is deleted with the earlier job that created it" in degraded.message
     assert message in degraded.message
+    assert advice in degraded.message
 
 
 @pytest.mark.parametrize(
