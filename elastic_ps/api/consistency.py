@@ -30,7 +30,7 @@ class OuterRule(NamedTuple):
     Attributes:
         learning_rate, momentum: the defaults for that step.
         warms: the momentum rises with the number of exchanges; see `core.damping`.
-        divided: the learning rate of an exchange is divided by 1 + its staleness.
+        divided: the learning rate of a stale exchange is divided as that of a `damped` step.
         waits: a version waits for the exchanges of all workers; otherwise each exchange makes a version.
         delayed: the momentum is updated once per as many exchanges as the job has workers at first.
         elastic: a worker keeps its own values; they and the job's values move towards each other.
@@ -296,8 +296,8 @@ class Consistency(CamelModel):
         description="Only with mode local, and not with outer average: the share of the workers' change "
         "that becomes part of the job's values. If unset, it is 0.7 with diloco and delayed (Douillard et "
         "al. 2023), and with downpour 1 / (1 + staleness of the exchange) (delay-adaptive rates: "
-        "Mishchenko et al. 2022). With easgd, both sides move by this share of their distance: 0.25 if "
-        "unset, and at most 1.",
+        "Mishchenko et al. 2022), or its square root if the script's optimizer has eps, as Adam does. With "
+        "easgd, both sides move by this share of their distance: 0.25 if unset, and at most 1.",
     )
     outer_momentum: Annotated[float | None, _LOCAL, _takes("outer_momentum"), NOT_LOCALLY] = Field(
         default=None,
@@ -384,7 +384,7 @@ class Consistency(CamelModel):
     def scale(self) -> str:
         """How stale steps are scaled; see `staleness_scale`."""
         if self.mode == "local":
-            return "inverse" if self.outer_rule.divided else "none"
+            return "damped" if self.outer_rule.divided else "none"
         return self.staleness_scale or ("damped" if self.may_be_stale else "none")
 
     @property

@@ -68,7 +68,7 @@ def reference(
     outer: torch.optim.Optimizer = torch.optim.SGD(center, lr=lr, momentum=momentum, nesterov=momentum > 0)
     if rule.outer == "delayed":
         outer = DelayedNesterov(center, lr=lr, momentum=momentum, every=2)
-    adapted = Adapted(outer, rule)
+    adapted = Adapted(outer, rule, adaptive=True)
     workers: dict[int, Worker] = {}
     versions = [copy.deepcopy(model)]
     for commit in commits:

@@ -71,7 +71,7 @@ def reference(
     assert rule.steps is not None
     center, count = list(model.parameters()), len(parts)
     outer = torch.optim.SGD(center, lr=rate, momentum=rule.outer_rule.momentum, nesterov=name == "diloco")
-    adapted = Adapted(outer, rule)
+    adapted = Adapted(outer, rule, adaptive=True)
     workers: dict[int, Worker] = {}
     versions = [copy.deepcopy(model)]
     for commit in commits:

@@ -108,7 +108,7 @@ def reference(
             center, lr=rate, momentum=momentum, nesterov=name == "diloco" and rule.outer_nesterov is not False
         )
     )
-    adapted = Adapted(outer, rule)
+    adapted = Adapted(outer, rule, adaptive="eps" in make(model).defaults)
     versions = [copy.deepcopy(model)]
     workers: dict[int, tuple[torch.nn.Module, torch.optim.Optimizer]] = {}
     for commit in commits:

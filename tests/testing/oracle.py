@@ -98,10 +98,13 @@ class Adapted:
     Args:
         optimizer: as the script has made it, or as the outer rule's paper has it.
         rule: the job's.
+        adaptive: whether the workers' own optimizer divides a gradient by its size.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: Consistency) -> None:
-        self._optimizer, self._rule = optimizer, rule
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: Consistency, *, adaptive: bool = False
+    ) -> None:
+        self._optimizer, self._rule, self._adaptive = optimizer, rule, adaptive
         self._asked = [(group["lr"], group.get("momentum", 0)) for group in optimizer.param_groups]
 
     def before(self, commit: Commit) -> None:
@@ -110,7 +113,7 @@ class Adapted:
         for group, (rate, momentum) in zip(self._optimizer.param_groups, self._asked, strict=True):
             if self._scale == "none":
                 stale = 0
-            rooted = "eps" in group and self._scale == "damped"
+            rooted = (self._adaptive or "eps" in group) and self._scale == "damped"
             group["lr"] = rate / (stale + 1) ** (0.5 if rooted else 1)
             if momentum and self._scale == "damped":
                 group["momentum"] = 1 - 1 / (1 + momentum / (1 - momentum) / (stale + 1))
@@ -129,7 +132,7 @@ class Adapted:
         rule = self._rule
         if rule.mode == "local":
             divided = rule.outer == "downpour" and rule.outer_learning_rate is None
-            return "inverse" if divided else "none"
+            return "damped" if divided else "none"
         return rule.staleness_scale or "damped"
 
 

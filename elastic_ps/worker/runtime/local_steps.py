@@ -32,6 +32,8 @@ from elastic_ps.worker.strategies.strategy import Started
 def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: int) -> torch.optim.Optimizer:
     """The optimizer that the parameter server runs, for the parameters that the script's own trains.
 
+    A group has an `eps` if the script's own is adaptive; see `Settings.slowed`.
+
     Args:
         workers: how many the job has at first.
 
@@ -39,7 +41,7 @@ def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: i
         InvalidModel: a parameter group has limits, which the parameter server would keep only at exchanges.
     """
     _refuse_limits(inner)
-    groups = [{"params": list(group["params"])} for group in inner.param_groups]
+    groups = [{"params": [*g["params"]]} | ({"eps": 0.0} if "eps" in g else {}) for g in inner.param_groups]
     if rule.delayed:
         return DelayedNesterov(groups, lr=rule.learning_rate, momentum=rule.momentum, every=workers)
     nesterov = rule.nesterov and rule.momentum > 0
