@@ -48,8 +48,12 @@ def job(name: str = "forks", **spec: Any) -> TrainingJob:
 
 def servers() -> list[psutil.Process]:
     """The fork servers of this process, but for the one that tests share."""
-    children = [each for each in psutil.Process().children() if each.pid != launching.forks().pid]
-    return [each for each in children if each.cmdline()[1:3] == ["-m", "elastic_ps.forkserver"]]
+    found = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # an earlier test's, which has ended
+            if each.pid != launching.forks().pid and each.cmdline()[1:3] == ["-m", "elastic_ps.forkserver"]:
+                found.append(each)
+    return found
 
 
 def alive(launcher: Launcher, role: str, index: int) -> int | None:
