@@ -78,6 +78,26 @@ def test_deletion_leaves_nothing(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.wait_status("next", phase="Running", workers="1/1")
 
 
+@pytest.mark.nightly
+def test_a_claim_that_two_jobs_use_goes_with_the_last_of_them(jobs: Jobs, operator: OperatorProcess) -> None:
+    def owners() -> list[str]:
+        found = jobs.cluster.get("-n", jobs.namespace, "pvc")["items"]
+        claims = [claim for claim in found if claim["metadata"]["name"].startswith("earlier-")]
+        return sorted(ref["name"] for claim in claims for ref in claim["metadata"]["ownerReferences"])
+
+    jobs.apply("earlier", parameterServer=CLAIM, worker={"replicas": 1})
+    jobs.wait_status("earlier", phase="Running", workers="1/1")
+    resumed = {"checkpoint": {"resumeFrom": {"job": "earlier"}}}
+    jobs.apply("later", parameterServer=resumed, worker={"replicas": 1})
+    jobs.wait_status("later", phase="Running", workers="1/1")
+    wait_for(lambda: owners() == ["earlier", "later"], what="both own the claim", timeout=LIMIT)
+    jobs.kubectl("delete", "tj", "earlier")
+    wait_for(lambda: not jobs.pods("earlier"), what="its pods are gone", timeout=LIMIT)
+    wait_for(lambda: owners() == ["later"], what="the claim stays", timeout=LIMIT)
+    jobs.kubectl("delete", "tj", "later")
+    wait_for(lambda: owners() == [], what="the claim is gone", timeout=LIMIT)
+
+
 def test_api_requests_use_what_is_granted(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("verbs")
     jobs.wait_status("verbs", phase="Running")
