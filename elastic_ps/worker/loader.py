@@ -321,7 +321,7 @@ class ElasticLoader:
         runtime = self._runtime
         if runtime.records.over:
             return False
-        runtime.records.check_first()
+        runtime.check_given()
         if runtime.stopped:
             self._supply.in_hand.clear()
             runtime.exchange_steps()

@@ -39,6 +39,18 @@ def swap_and_restore(model: torch.nn.Module) -> None:
     model.load_state_dict(saved)
 
 
+def move(model: torch.nn.Module) -> None:
+    """As `flatten_parameters` of an RNN on a GPU does."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.clone()
+
+
+def replace(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.ones_like(parameter)
+
+
 def channels_last() -> torch.nn.Module:
     """Parameters that have memory of their own."""
     model = make_mlp()
@@ -107,14 +119,23 @@ def test_values_loaded_too_late_are_refused_where_workers_make_the_steps(
     failing(tmp_path, script, UsageError, match, **spec)
 
 
-@pytest.mark.parametrize("make", [make_mlp, channels_last])
-def test_values_that_are_put_back_are_not_changed(
-    tmp_path: Path, make: Callable[[], torch.nn.Module]
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(make_mlp, swap_and_restore), (channels_last, swap_and_restore), (channels_last, move)],
+)
+def test_values_that_are_put_back_or_moved_are_not_changed(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], change: Change
 ) -> None:
     with running_job(tmp_path) as job:
-        job.start(0, lambda s: train(s, swap_and_restore, at=3, make=make))
+        job.start(0, lambda s: train(s, change, at=3, make=make))
         job.join()
         assert len(job.commits()) == 10
+
+
+@pytest.mark.parametrize("make", [make_mlp, channels_last])
+def test_memory_that_is_replaced_is_refused(tmp_path: Path, make: Callable[[], torch.nn.Module]) -> None:
+    match = "the memory of .* was replaced"
+    failing(tmp_path, lambda s: train(s, replace, at=3, make=make), UsageError, match)
 
 
 class Student(torch.nn.Module):

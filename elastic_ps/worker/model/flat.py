@@ -53,12 +53,8 @@ class Flat:
         """
         world = world or LocalWorld()
         self.layout, self.tensors, self._registered = layout, tensors, registered
-        if stepped_here:
-            self._changing = frozenset(Rule) - {Rule.CONSTANT}
-        elif world.alone:
-            self._changing = frozenset({Rule.SUM})
-        else:
-            self._changing = frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
+        changing = {Rule.SUM} if world.alone and not stepped_here else {*Rule} - {Rule.CONSTANT}
+        self._changing = changing if stepped_here else changing - {Rule.GRADIENT}
         self._own_values = world.leads
         sizes: dict[Key, int] = {}
         self._offsets: list[int] = []
@@ -96,11 +92,10 @@ class Flat:
         staged = [memory for key, memory in self._contributions.items() if not key[2]]
         self._staging = Staging(devices, [*self._values.values(), *staged])
         self._lends = world.alone and not any(map(self._is_away, tensors))
-        self._loans = Loans()
+        self._loans, self._arrived = Loans(), Arrivals()
         self._rows: dict[int, Rows] = {}  # contributions of tables' buckets
-        self._arrived = Arrivals()
         self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
-        self._addresses: list[int] = []
+        self._addresses, self._kinds = list[int](), [(tensor.device, tensor.dtype) for tensor in tensors]
         self._apart: list[int] = []  # tensors with memory of their own
         self._tied = {index for pair in overlaps(tensors) for index in pair}
         self._received: list[int] = []  # tensors whose memory is that of the values, which change
@@ -374,19 +369,29 @@ class Flat:
         """
         if self._registered is not None:
             self._registered.settle()
-        for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
+        for index, (tensor, spec) in enumerate(zip(self.tensors, self.layout.tensors, strict=True)):
             if tensor.shape != spec.shape:
                 raise UsageError(
                     f"{spec.name} had the shape {list(spec.shape)} in session.optimizer(...), and has "
                     f"{list(tensor.shape)} now. If the first forward sets its shape, run the model "
                     "once on a batch before that call"
                 )
-            if tensor.data_ptr() != address:
+            if tensor.data_ptr() != self._addresses[index] and not self._has_moved(index, tensor):
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
                     "(.to, .cuda, .half, .share_memory) and load values before that call. A tensor that the "
                     "script changes itself, such as those in averaged=[...], must be changed in place"
                 )
+
+    def _has_moved(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether its values are in other memory of its device, as after `flatten_parameters` of an RNN."""
+        free = index in self._apart and index not in self._tied
+        changes = self.layout.tensors[index].rule in self._changing
+        if not free or (tensor.device, tensor.dtype) != self._kinds[index]:
+            return False
+        if moved := changes or torch.equal(tensor.cpu(), self.value(index)):
+            self._addresses[index] = tensor.data_ptr()
+        return moved
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -65,7 +65,7 @@ class Membership:
         spec: the job's, as of the last time that this worker has joined.
         schedule, model, gradients, overlap: from `session.optimizer` on.
         local: likewise, in mode `local`.
-        check_given: see `Flat.check_given`; does nothing unless the script makes the steps.
+        check_given: see `Flat.check_given`; until there are records, where the script makes the steps.
         make_step: has the script's own optimizer make a step on this worker.
         batches: the batches that the script has in hand for the next step.
         slices: divides batches among the processes.

@@ -90,11 +90,6 @@ class Records:
     def _note_presence(self, event: PresenceEvent) -> None:
         self.presence = PRESENCES.after(self.presence, event)
 
-    def check_first(self) -> None:
-        """See `Flat.check_given`. After the first call for records, the script may change the model."""
-        if self._said is None:
-            self._member.check_given()
-
     def take(self, mine: DataSet, *, wait: bool, early: bool, epoch: int | None) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model.
 
@@ -137,6 +132,7 @@ class Records:
                 new = mine._replace(data="", order="") if self._said == said else mine
                 granted = self._world.gather("the loader's request for records", new, take)
                 self._said = said
+                member.check_given = lambda: None  # from now on, the script may change the model
                 self._stopped.heed()
                 self._stopped.learn(granted.stopped)
                 if granted.pending:
