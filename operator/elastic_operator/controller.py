@@ -23,6 +23,7 @@ from elastic_operator.plan import Outcome
 from elastic_operator.poller import Server, server_of
 from elastic_operator.queue import Key
 from elastic_operator.reconcile import reconcile
+from elastic_operator.renewal import begins_again
 from elastic_operator.settings import Settings
 from elastic_operator.status import holds
 from elastic_operator.store import Snapshot, Store, is_over
@@ -93,7 +94,7 @@ class Controller:
     ) -> timedelta | None:
         job, observed = snapshot.job, replace(snapshot.observed, server=word, unanswered=unanswered)
         now, options = datetime.now(UTC), self._settings.options
-        if not is_over(job):
+        if not is_over(job) or begins_again(job, read_status(job), now):
             pods = untried(job, observed, options.policy, secured=options.secured)
             claim = foreign_claim(job)
             lent = claim is not None and self._store.is_lent(key[0], claim, job["metadata"]["uid"])

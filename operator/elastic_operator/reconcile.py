@@ -42,9 +42,8 @@ from elastic_operator.plan import (
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.renewal import (
     MENDED,
+    begins_again,
     begun_again,
-    is_corrected,
-    is_restarted,
     left_over,
     server_to_renew,
     workers_to_renew,
@@ -95,7 +94,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     generation = job["metadata"].get("generation")
     status = old.model_copy(update={"observed_generation": generation})
     if ended(old):
-        if not (is_corrected(old, generation) or is_restarted(job, old, now)):
+        if not begins_again(job, old, now):
             return _finished(job, observed, old, now, options)
         status = begun_again(status, now)
     try:
@@ -104,7 +103,8 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
             raise InvalidJob(observed.rejected)
     except InvalidJob as error:
         last = read_last_valid(job, observed, options.policy, str(error), secured=options.secured)
-        if last is None or (last.withheld and ended(old)):  # a job that begins again needs all its pods
+        lacks = last is not None and (last.withheld or observed.rejected)
+        if last is None or (lacks and ended(old)):  # a job that begins again needs all its pods, as edited
             goes_on = last is None and started(job, observed)
             return _invalid(old, status, str(error), started=goes_on, now=now)
         desired = last

@@ -41,6 +41,11 @@ def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetim
     )
 
 
+def begins_again(job: Mapping[str, Any], status: TrainingJobStatus, now: datetime) -> bool:
+    """Whether a job that is over starts again."""
+    return is_corrected(status, job["metadata"].get("generation")) or is_restarted(job, status, now)
+
+
 def begun_again(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     """The status of a failed job that starts again: counts are reset, the progress stays."""
     worker = WorkerStatus(counted_pods=status.worker.counted_pods)

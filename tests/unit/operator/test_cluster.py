@@ -318,6 +318,32 @@ def test_an_edit_whose_pods_a_policy_denies_costs_no_pod(
     assert "digits-worker-0" not in server.names("pods"), "the policy was changed, so the edit is followed"
 
 
+def test_a_failed_job_does_not_begin_again_with_its_old_template_where_the_new_one_is_denied(
+    server: ApiServer, operator: Operator
+) -> None:
+    server.add_job(worker={"replicas": 2})
+    operator.turns()
+    job = server.get(JOBS, "digits")
+    over = {"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded", "message": "it has failed"}
+    over["lastTransitionTime"] = "2020-01-01T00:00:00Z"
+    ended = {"completionTime": "2020-01-01T00:00:00Z", "phase": "Failed", "conditions": [over]}
+    server.put(JOBS, {**job, "status": {**job["status"], **ended}})
+    pods = {name: server.get("pods", name)["metadata"]["uid"] for name in server.names("pods")}
+    server.refuse = misspelt(Refusal(403, "Forbidden", 'pods "x" is forbidden: violates PodSecurity'))
+    edited(server, "nodeSelecter", **{names.RESTART_ANNOTATION: "2020-01-02T00:00:00Z"})
+    operator.turns(3)
+    failed = next(c for c in operator.status.conditions if c.type == "Failed")
+    assert (failed.status, failed.reason) == ("True", "InvalidSpec")
+    assert "the cluster denies the pod digits-ps-0" in failed.message
+    left = {name: server.get("pods", name)["metadata"]["uid"] for name in server.names("pods")}
+    assert left.items() <= pods.items(), "none is new"
+    assert not server.asked("PATCH", "services"), "the denied spec is not remembered"
+    server.refuse = lambda _: None
+    edited(server, "nodeSelector", **{names.RESTART_ANNOTATION: "2020-01-02T00:00:00Z"})
+    operator.turns(3)
+    assert server.get("pods", "digits-worker-0")["spec"]["nodeSelector"] == {"a": "b"}
+
+
 @pytest.mark.parametrize(
     ("refusal", "waits"),
     [
