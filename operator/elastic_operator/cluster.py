@@ -215,7 +215,8 @@ class Cluster:
                 missing = Problem(ROLE_TOO_OLD, f"{text} ({error.message})")
                 self._missing[namespace, resource] = self._clock(), missing
                 return missing
-            if error.status not in (404, 409, 422):
+            # A claim that is not shared is lost with the earlier job, so whoever refuses that is named.
+            if error.status not in ((404,) if resource == "persistentvolumeclaims" else (404, 409, 422)):
                 raise
             return None
         self._store.put(resource, written, ours=True)

@@ -121,7 +121,8 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
-    actions = [*_network(job, desired, observed, options), *_service(job, desired, observed)]
+    actions = [*_shared(desired, observed), *_network(job, desired, observed, options)]
+    actions += _service(job, desired, observed)
     certify = certificates.due(desired, status, observed, now, options)
     status = certificates.renewed(status, certify, observed, now)
     actions += [certify] if certify is not None else []
@@ -237,7 +238,8 @@ def _suspended(
 ) -> Plan:
     """The plan for a suspended job: workers and evaluator leave, then the servers save and end."""
     reason = "the job is suspended"
-    actions: list[Action] = [a for a in _service(job, desired, observed) if isinstance(a, Remember)]
+    actions = [*_shared(desired, observed)]
+    actions += [a for a in _service(job, desired, observed) if isinstance(a, Remember)]
     # A pod that only a finalizer keeps has ended.
     observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.held_by))
     workers = [pod for pod in observed.of("worker") if pod.ending != "done" or pod.live]
@@ -301,6 +303,12 @@ def _network(
 
 
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
+def _shared(desired: Desired, observed: Observed) -> Iterator[Action]:
+    """Keep the volume claim of another job, with the checkpoints that the job continues from."""
+    if observed.lent and (claim := builders.claim_name(desired.name, desired.spec)) is not None:
+        yield ShareClaim(claim, "it would be deleted with the job that created it")
+
+
     """Create the Service before the other objects: it records the spec, and whether the job uses TLS."""
     name = names.service(desired.name)
     valid = "" if desired.invalid else spec_text(job)
@@ -326,13 +334,11 @@ def _servers(
 ) -> Iterator[Action]:
     """The volume claim and the pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
-    mounted = builders.claim_name(name, spec)
     if spec.parameter_server.checkpoint.volume_claim is not None and names.claim(name) not in observed.claims:
         claim = builders.claim(job, spec)
         yield Create("PersistentVolumeClaim", names.claim(name), claim, "it holds the checkpoints")
-    elif observed.lent:
-        yield ShareClaim(mounted or "", "it would be deleted with the job that created it")
-    safe = mounted is not None or status.progress.durable_version is None
+    mounted = builders.claim_name(name, spec) is not None
+    safe = mounted or status.progress.durable_version is None
     there = {(pod.role, pod.index): pod for pod in observed.of("ps", "standby")}
     for role, shard in builders.servers(spec):
         pod = there.get((role, shard))

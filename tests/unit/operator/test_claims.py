@@ -104,27 +104,36 @@ def test_a_claim_whose_owner_a_person_has_removed_is_still_the_jobs(
     assert "digits-ps-0" in server.names("pods")
 
 
-def lent(server: ApiServer, operator: Operator, checkpoint: dict[str, Any], **claim: Any) -> list[str]:
-    """The uids of the owners of an ended job's claim after another job has mounted it."""
+def lent(
+    server: ApiServer,
+    operator: Operator,
+    checkpoint: dict[str, Any],
+    *,
+    suspend: bool = False,
+    **claim: Any,
+) -> list[str]:
+    """The uids of the owners of an ended job's claim after another job has named it."""
     ended = server.add_job("earlier", parameterServer={"checkpoint": {"volumeClaim": claim}})
     ended["status"] = {"completionTime": "2026-01-01T00:00:00Z"}
     server.put("persistentvolumeclaims", builders.claim(ended, spec_of(ended["spec"]["parameterServer"])))
-    server.add_job(parameterServer=checkpoint)
+    server.add_job(parameterServer=checkpoint, runPolicy={"suspend": suspend})
     operator.turns(3)
-    assert "digits-ps-0" in server.names("pods")
+    assert ("digits-ps-0" in server.names("pods")) is not suspend
     owners = server.get("persistentvolumeclaims", "earlier-ps-0")["metadata"].get("ownerReferences", [])
     assert sum(each["controller"] for each in owners) <= 1, "Kubernetes refuses more"
     return [each["uid"] for each in owners]
 
 
+@pytest.mark.parametrize("suspend", [False, True])
 @pytest.mark.parametrize(
     "checkpoint", [resuming(job="earlier"), {"checkpoint": {"existingClaim": "earlier-ps-0"}}]
 )
 def test_a_claim_is_kept_as_long_as_any_job_that_uses_it(
-    server: ApiServer, tmp_path: Path, checkpoint: dict[str, Any]
+    server: ApiServer, tmp_path: Path, checkpoint: dict[str, Any], suspend: bool
 ) -> None:
     """The garbage collector deletes an object when none of its owners is left."""
-    assert lent(server, Operator(server, tmp_path), checkpoint) == ["uid-earlier", "uid-digits"]
+    both = ["uid-earlier", "uid-digits"]
+    assert lent(server, Operator(server, tmp_path), checkpoint, suspend=suspend) == both
     assert len(server.asked("PATCH", "persistentvolumeclaims")) == 1
     assert server.asked("PATCH", "persistentvolumeclaims")[0].path.endswith("/earlier-ps-0")
 
@@ -154,6 +163,14 @@ def test_a_job_that_may_not_keep_its_claim_says_so_and_trains(
     assert "the claim is deleted with the earlier job that created it" in degraded.message
     assert message in degraded.message
     assert advice in degraded.message
+
+
+def test_a_job_whose_claim_a_policy_keeps_from_it_says_so(server: ApiServer, tmp_path: Path) -> None:
+    operator, denied = Operator(server, tmp_path), "ValidatingAdmissionPolicy 'y' denied request: no label"
+    server.refuse = refusing("PATCH", "earlier-ps-0", Refusal(422, "Invalid", denied))
+    assert lent(server, operator, resuming(job="earlier")) == ["uid-earlier"]
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, denied in degraded.message) == ("True", True)
 
 
 @pytest.mark.parametrize(
