@@ -6,7 +6,7 @@ ports of side-cars stay reachable. With `strategy: all-reduce` they listen on po
 and only the job's other workers may reach their ports.
 
 Most network plugins take a pod with `hostNetwork` for its node, which no selector of pods finds. So if a job
-has such pods, everybody may reach its data ports, where certificates say who is who.
+has such pods, everybody may reach its data ports if certificates say there who is who.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ from elastic_ps.contract.env import CONTAINER, DEFAULT_DATA_PORT, DEFAULT_HTTP_P
 
 
 def policies(
-    job: Mapping[str, Any], spec: TrainingJobSpec, http_from: Sequence[Mapping[str, Any]]
+    job: Mapping[str, Any],
+    spec: TrainingJobSpec,
+    http_from: Sequence[Mapping[str, Any]],
+    *,
+    secured: bool = False,
 ) -> dict[str, Manifest]:
-    """All NetworkPolicies of the job, by name."""
+    """All NetworkPolicies of the job, by name. `secured`: whether its processes use mutual TLS."""
     name = job["metadata"]["name"]
     found = {names.network_policy(name): policy(job, http_from)}
     if spec.all_reduce:
         found[names.worker_network_policy(name)] = among_workers(job)
-    if any((template(spec, role).get("spec") or {}).get("hostNetwork") for role in CONTAINER):
+    on_hosts = [role for role in CONTAINER if (template(spec, role).get("spec") or {}).get("hostNetwork")]
+    if on_hosts and secured:
         manifest = _manifest(job, names.host_network_policy(name), _servers(name), [{"ports": _DATA_PORTS}])
         found[names.host_network_policy(name)] = manifest
     return found

@@ -297,18 +297,19 @@ def _network(
     """Create the NetworkPolicies before any pod exists."""
     if options.http_from is None:
         return
-    for name, manifest in network.policies(job, desired.spec, options.http_from).items():
+    wanted = network.policies(job, desired.spec, options.http_from, secured=desired.secured)
+    for name, manifest in wanted.items():
         if name not in observed.policies:
             yield Create("NetworkPolicy", name, manifest, "it says who may reach the job's pods")
 
 
-def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
 def _shared(desired: Desired, observed: Observed) -> Iterator[Action]:
     """Keep the volume claim of another job, with the checkpoints that the job continues from."""
     if observed.lent and (claim := builders.claim_name(desired.name, desired.spec)) is not None:
         yield ShareClaim(claim, "it would be deleted with the job that created it")
 
 
+def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
     """Create the Service before the other objects: it records the spec, and whether the job uses TLS."""
     name = names.service(desired.name)
     valid = "" if desired.invalid else spec_text(job)

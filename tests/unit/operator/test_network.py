@@ -65,11 +65,21 @@ def test_workers_that_add_up_gradients_are_open_to_each_other_alone() -> None:
         assert selected == ("-worker-" in pod["metadata"]["name"])
 
 
+ON_HOSTS = replace(GUARDED, policy=Policy({"default": Permissions(host_namespaces=True)}))
+
+
+def test_the_ports_stay_closed_for_the_host_network_where_nobody_has_certificates() -> None:
+    template = {"spec": {"hostNetwork": True}}
+    simulation = Simulation(job_document(worker={"replicas": 1, "template": template}))
+    simulation.options = ON_HOSTS
+    simulation.settle()
+    assert simulation.policies == {"digits-servers"}
+
+
 def test_pods_on_the_host_network_reach_the_servers_whose_names_they_can_look_up() -> None:
     """Selectors of pods do not find them, and the DNS of a node does not know Services."""
     simulation = Simulation(job_document(worker={"replicas": 1}))
-    permitted = Policy({"default": Permissions(host_namespaces=True)})
-    simulation.options = replace(GUARDED, policy=permitted)
+    simulation.options = replace(ON_HOSTS, secured=True)
     simulation.settle()
     assert simulation.policies == {"digits-servers"}
     template = {"spec": {"hostNetwork": True}}
