@@ -98,7 +98,7 @@ class TrainsInJob(OneDevice):
         self.was_chief: bool | None = None  # when this worker asked last
         super().__init__(**options)
         self._launcher = self  # so that Lightning calls `launch`
-        rank_zero_only.rank = self.global_rank
+        self._set_rank()
 
     # Where the work is.
 
@@ -107,14 +107,12 @@ class TrainsInJob(OneDevice):
         """True on worker 0, which logs and shows progress. After `Trainer.fit`, true on the chief instead."""
         return bool(self.session.is_chief if self._trained else self.session.worker == 0 and leads())
 
-    @property
-    def global_rank(self) -> int:
-        """0 where `is_global_zero` is true. Elsewhere it is the worker's number, or 1 on worker 0."""
-        return 0 if self.is_global_zero else max(1, self.session.worker)
+    def _set_rank(self) -> None:
+        """Let `@rank_zero_only` follow `is_global_zero`.
 
-    @global_rank.setter
-    def global_rank(self, rank: int) -> None:
-        """Lightning sets it to 0 on every worker."""
+        `Trainer.global_rank` stays 0 of 1: scripts divide data by it, and the job does that.
+        """
+        rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
 
     # As what Lightning calls a launcher.
 
@@ -135,7 +133,7 @@ class TrainsInJob(OneDevice):
                 logger.warning("the training is over, and this worker ends its script here: %s", _OTHERS)
                 trainer.loggers = []  # Lightning would tell them of a failure, after the success of `fit`
                 raise SystemExit(0)
-            rank_zero_only.rank = 0
+            self._set_rank()
             if _lacks_checkpoint(trainer, path):
                 logger.warning(_LAST_WEIGHTS, trainer.state.fn)
                 given.update(model=trainer.lightning_module, ckpt_path=None)
@@ -144,6 +142,7 @@ class TrainsInJob(OneDevice):
             self.session.report(**metrics_of(result))
         if trainer.state.fn == "fit":
             self._trained = True
+            self._set_rank()
             self._warn_of_uploads(trainer.loggers)
         return result
 
