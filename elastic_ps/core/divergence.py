@@ -66,7 +66,8 @@ class Trend:
         losses: the number of finite losses.
         unjudged: whether their size is not judged: one was negative, or the first one came after `LONG`.
         first: the first loss; None before there is one.
-        start: the mean of the first window; None before its end.
+        start: the mean of the first window, or of the second if the model had exploded in the first; None
+            before its end.
         last, change: the newest loss, and the mean change from one loss to the next, as a part of the larger.
         best, latest: the least and the last mean of a window; 0 before there is a `start`. If the model has
             diverged within the first window, `best` begins with `first`.
@@ -120,7 +121,8 @@ class Trend:
     def _close(self, first: float) -> None:
         """Close the open window."""
         mean = self.mean
-        if self.start is None:
+        back = self.start is not None and self.latest == self.start > AT_ONCE * max(first, mean)
+        if self.start is None or back:  # the model had exploded in the first window
             self.start = mean
             self.best = first if self._at_once else mean
         far = mean > max(FAR * self.best, first if self._at_once else self.start)
@@ -133,8 +135,9 @@ class Trend:
 
     @property
     def _at_once(self) -> bool:
-        """Whether the model seems to have diverged within the first window."""
-        return self.start is not None and self.start > AT_ONCE * (self.first or math.inf)
+        """Whether the model seems to have diverged within the first window; never where losses are noisy."""
+        steady = self.start is not None and self.change <= STEADY
+        return steady and (self.start or 0.0) > AT_ONCE * (self.first or math.inf)
 
     @property
     def _untrained(self) -> float:

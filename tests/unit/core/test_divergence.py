@@ -50,7 +50,7 @@ def test_of_a_job_that_learns_nothing_is_found(seed: int, of: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("first", [0.0, 0.3, 1.5])
+@pytest.mark.parametrize("first", [0.0, 0.05, 0.1, 0.3, 1.5])
 def test_an_easy_first_batch_is_not_what_a_noisy_loss_has_to_fall_below(first: float, seed: int) -> None:
     """As of a large model that learns a little more, of images without an object, or of empty texts."""
     curve = [learning(step, start=2.0, end=1.6) for step in range(STEPS)]
@@ -69,6 +69,12 @@ def test_a_model_that_explodes_at_once_is_compared_with_its_first_loss(worse: li
     """Else a dead network would be better than the mean of the first window."""
     losses = [START, *worse, *[START] * (STEPS - 1 - len(worse))]
     assert found(losses) == [("", 1), ("LossNoBetter", STEPS // 2)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_loss_that_explodes_at_once_is_compared_with_the_next_losses(seed: int) -> None:
+    losses = [1.0, 1e6, 5e5, 1e4, *noisy([1.0] * (10 * STEPS), seed=seed, by=0.1)]
+    assert [reason for reason, _ in found(losses, of=len(losses))][:2] == ["", "LossNoBetter"]
 
 
 def test_a_loss_that_explodes_at_once_and_stays_large_is_far_above_its_best_after_a_tenth() -> None:
