@@ -235,8 +235,12 @@ class TrainsInJob(OneDevice):
     def setup_precision_plugin(self: Any) -> None:
         """Like Lightning's. The parameter server clips gradients."""
         super().setup_precision_plugin()  # type: ignore[misc]
+        plugin = self.precision_plugin
         if self._fits and not self._local:
-            self.precision_plugin.clip_gradients = self.clip_gradients
+            plugin.clip_gradients = self.clip_gradients
+        elif self._fits and getattr(plugin, "scaler", plugin) is None:  # MixedPrecision in bfloat16
+            # It would ask the optimizer whether it knows of a GradScaler, though there is none.
+            plugin.clip_gradients = super(type(plugin), plugin).clip_gradients  # type: ignore[misc]
 
     def process_dataloader(self: Any, dataloader: Any) -> Any:
         """The one for training gives the job's records; others stay whole on each worker."""

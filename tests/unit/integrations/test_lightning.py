@@ -92,6 +92,19 @@ def test_the_curve_is_that_of_lightning_alone(
     assert_same_model(ours, alone)
 
 
+def test_each_process_clips_its_gradient_in_bfloat16_where_workers_make_the_steps(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"precision": "bf16-mixed", "gradient_clip_val": 0.1}
+
+    def script(session: Session, _: int) -> None:
+        fit(ElasticStrategy(session=session), Net(), **options)
+
+    local = {"mode": "local", "steps": 4}
+    with running_job(tmp_path, data=IN_ORDER, consistency=local, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        assert job.status().progress.records_applied == EPOCHS * RECORDS
+
+
 @pytest.mark.parametrize("interval", per_change(["epoch", "step"], keep=["epoch"]))
 def test_schedules_count_the_records_that_drop_last_leaves(tmp_path: Path, interval: str) -> None:
     rates = list[list[float]]()
