@@ -11,6 +11,7 @@ import math
 from functools import cache
 
 from elastic_ps.api.consistency import STALENESS_SCALES
+from elastic_ps.core.settings import Divisors
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process.lifecycle import import_own
 
@@ -39,6 +40,12 @@ def divisor(scale: str, staleness: int) -> float:
     if scale in STALENESS_SCALES:
         return 1.0 + staleness
     return _of(scale)[min(staleness, TRIED)]
+
+
+def divisors(scale: str, staleness: int) -> Divisors:
+    """The divisors of a step's learning rates; see `divisor`."""
+    plain = divisor(scale, staleness)
+    return Divisors(plain, math.sqrt(plain) if scale == "damped" else plain)
 
 
 def check(scale: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from elastic_ps.api.consistency import Consistency
@@ -11,7 +10,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Members, eldest
-from elastic_ps.core.settings import Made, Position, Settings, read_settings
+from elastic_ps.core.settings import FRESH, Made, Position, Settings, read_settings
 
 
 def after(
@@ -92,9 +91,8 @@ def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, 
         stalest: the staleness of the stalest step.
         steps: the optimizer steps of the version that the round continues from.
     """
-    damped = consistency.scale == "damped"
-    if (divisor := scales.divisor(consistency.scale, stalest)) != 1:
-        settings = settings.slowed(divisor, adaptive=math.sqrt(divisor) if damped else None)
-    if damped and stalest:
+    if (divisors := scales.divisors(consistency.scale, stalest)) != FRESH:
+        settings = settings.slowed(divisors)
+    if consistency.scale == "damped" and stalest:
         settings = settings.with_momentum(lambda momentum, _: damping.when_stale(momentum, stalest))
     return damping.warmed(settings, consistency, steps)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -99,6 +99,26 @@ NOTHING = Made()
 """What made version 0."""
 
 
+class Divisors(NamedTuple):
+    """What the staleness of a step divides learning rates by.
+
+    Attributes:
+        plain: the divisor of most optimizers.
+        adaptive: that of optimizers which divide a gradient by its size, as Adam does. They have an `eps`.
+    """
+
+    plain: float = 1.0
+    adaptive: float = 1.0
+
+    def of(self, options: Container[str]) -> float:
+        """The divisor of an optimizer with these options."""
+        return self.adaptive if "eps" in options else self.plain
+
+
+FRESH = Divisors()
+"""Those of a step that is not stale."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Hyperparameters of each parameter group, and the states of learning-rate schedulers.
@@ -183,15 +203,9 @@ class Settings:
         groups = [{key: value for key, value in g.items() if key != MAX_GRAD_NORM} for g in self.groups]
         return replace(self, groups=tuple(groups))
 
-    def slowed(self, divisor: float, *, adaptive: float | None = None) -> Settings:
-        """A copy with the learning rate of each group divided by `divisor`.
-
-        Args:
-            adaptive: divides the rates of optimizers that divide a gradient by its size, as Adam does. They
-                have an `eps`.
-        """
-        other = divisor if adaptive is None else adaptive
-        return self._each("lr", lambda rate, group: rate / (other if "eps" in group else divisor))
+    def slowed(self, divisors: Divisors) -> Settings:
+        """A copy with the learning rate of each group divided."""
+        return self._each("lr", lambda rate, group: rate / divisors.of(group))
 
     def with_momentum(self, momentum: Callable[[float, Mapping[str, Any]], float]) -> Settings:
         """A copy with another momentum in each group that has one.
@@ -357,7 +371,7 @@ class Application:
 
     `assigns`: the sums are the version's values, and the optimizer makes no step.
     `elsewhere`: the workers make the step, and the shard, which is the only one, counts it.
-    `divisor`: what the staleness of the steps divides learning rates by, as it did those in `settings`.
+    `divisors`: what the staleness of the steps divides learning rates by, as it did those in `settings`.
     `time`: when the version was decided, in seconds of shard 0's monotonic clock.
     `norm`: the norm of the mean gradient on all shards, if it is clipped; None if there is one shard.
     """
@@ -369,7 +383,7 @@ class Application:
     assigns: bool = False
     elsewhere: bool = False
     norm: float | None = None
-    divisor: float = 1.0
+    divisors: Divisors = FRESH
     time: float = 0.0
 
     @property

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from elastic_ps.core.settings import FRESH, Divisors
 from elastic_ps.embedding.init import require_numbers
 from elastic_ps.errors import UsageError
 
@@ -92,22 +93,26 @@ class RowOptimizer:
             raise UsageError(f"{type(self).__name__}({option}={given!r}): expected {expected}")
 
     def rate_of(
-        self, groups: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], divisor: float = 1.0
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        first: Sequence[Mapping[str, Any]],
+        divisors: Divisors = FRESH,
     ) -> float:
         """By what the learning rate of a step is multiplied.
 
         Args:
             groups: the parameter groups of the model's optimizer in this step.
             first: those with which training began, before any scheduler.
-            divisor: what the staleness of the step divides learning rates by.
+            divisors: what the staleness of the step divides learning rates by, as it did those in `groups`.
         """
+        scheduled = 1.0
         if self.scheduled and groups and first and "lr" in groups[0]:
             # OneCycleLR has an initial_lr of its own, a small part of its max_lr.
             known = (groups[0][name] for name in ("max_lr", "initial_lr") if name in groups[0])
             begun = float(next(known, first[0].get("lr", 0.0)))
             if begun:
-                return float(groups[0]["lr"]) / begun
-        return 1.0 / divisor
+                scheduled = float(groups[0]["lr"]) * divisors.of(groups[0]) / begun
+        return scheduled / divisors.of(vars(self))
 
     def step(self, rows: Touched) -> None:
         """Make a step, in place."""

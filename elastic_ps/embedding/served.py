@@ -214,7 +214,7 @@ class ShardTables:
         for name, table in self._tables.items():
             there = name in means
             ids, values, counts = means[name].gradient if there else coalesced([], table.spec)
-            rate = table.spec.optimizer.rate_of(settings.groups, settings.first, order.divisor)
+            rate = table.spec.optimizer.rate_of(settings.groups, settings.first, order.divisors)
             table.update(ids, values, counts, version, stepped=there, rate=rate, now=order.time)
 
     def _of(self, order: Application) -> list[StepRows]:

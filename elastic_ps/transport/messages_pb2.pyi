@@ -825,14 +825,14 @@ class HeldReply(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm", "divisor", "time")
+    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm", "divisors", "time")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
-    DIVISOR_FIELD_NUMBER: _ClassVar[int]
+    DIVISORS_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
@@ -840,9 +840,17 @@ class Apply(_message.Message):
     settings: str
     assigns: bool
     norm: float
-    divisor: float
+    divisors: Divisors
     time: float
-    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ..., divisor: _Optional[float] = ..., time: _Optional[float] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ..., divisors: _Optional[_Union[Divisors, _Mapping]] = ..., time: _Optional[float] = ...) -> None: ...
+
+class Divisors(_message.Message):
+    __slots__ = ("plain", "adaptive")
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTIVE_FIELD_NUMBER: _ClassVar[int]
+    plain: float
+    adaptive: float
+    def __init__(self, plain: _Optional[float] = ..., adaptive: _Optional[float] = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("worker", "incarnation", "step")

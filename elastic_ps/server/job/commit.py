@@ -383,7 +383,7 @@ class CommitCoordinator:
             settings=state.settings_to_step_with(contributions),
             assigns=any(c.assigns for c in contributions),
             elsewhere=state.state_holders is not None,
-            divisor=state.divisor_with(contributions),
+            divisors=state.divisors_with(contributions),
             time=self._first_decided[2],
         )
         due = self.checkpoints.due(version, job.clock())

@@ -28,7 +28,7 @@ from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Divisors, Settings
 from elastic_ps.core.stages import STAGES, Stage, StageEvent
 from elastic_ps.core.weights import is_weight
 from elastic_ps.errors import RefusalCode, Refused
@@ -557,9 +557,9 @@ class JobState:
         stalest, steps = self._stalest(contributions), self.settings_of_version.position.steps
         return schedules.to_step_with(self.settings, self.consistency, stalest=stalest, steps=steps)
 
-    def divisor_with(self, contributions: Sequence[Contribution]) -> float:
+    def divisors_with(self, contributions: Sequence[Contribution]) -> Divisors:
         """By what the staleness of these contributions divides learning rates."""
-        return scales.divisor(self.consistency.scale, self._stalest(contributions))
+        return scales.divisors(self.consistency.scale, self._stalest(contributions))
 
     def _stalest(self, contributions: Sequence[Contribution]) -> int:
         staleness = self.rounds.staleness if self.consistency.may_be_stale else {}

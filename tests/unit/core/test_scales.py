@@ -65,6 +65,7 @@ def test_a_function_is_asked_before_anything_happens_and_not_again() -> None:
 
 def test_built_in_ones() -> None:
     assert [scales.divisor(scale, 3) for scale in ("none", "inverse", "damped")] == [1, 4, 4]
+    assert [scales.divisors(scale, 3) for scale in ("inverse", "damped")] == [(4, 4), (4, 2)]
     assert scales.divisor("inverse", 10**9) == 10**9 + 1
     for scale in (None, "none", "inverse", "damped"):
         scales.check(scale)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ps.core.settings import (
     ALLOWED,
+    Divisors,
     Made,
     Position,
     Settings,
@@ -213,11 +214,11 @@ def test_a_constraint_that_can_be_kept_is_none_to_be_refused(group: dict[str, An
 
 def test_slowed_settings_differ_in_the_learning_rate_alone() -> None:
     settings = Settings(({"lr": 0.4, "momentum": 0.9}, {"lr": 0.1}), position=Position(3))
-    slow = settings.slowed(4)
+    slow = settings.slowed(Divisors(4, 4))
     assert [group["lr"] for group in slow.groups] == pytest.approx([0.1, 0.025])
     assert slow.groups[0]["momentum"] == 0.9
     assert slow.position == settings.position
     adaptive = Settings(({"lr": 0.4}, {"lr": 0.1, "eps": 1e-8}))
-    assert [group["lr"] for group in adaptive.slowed(4, adaptive=2).groups] == pytest.approx([0.1, 0.05])
-    assert [group["lr"] for group in adaptive.slowed(4).groups] == pytest.approx([0.1, 0.025])
+    assert [group["lr"] for group in adaptive.slowed(Divisors(4, 2)).groups] == pytest.approx([0.1, 0.05])
+    assert [group["lr"] for group in adaptive.slowed(Divisors(4, 4)).groups] == pytest.approx([0.1, 0.025])
     assert settings.groups[0]["lr"] == 0.4

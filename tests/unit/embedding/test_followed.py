@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ps.core.settings import Application, Settings
+from elastic_ps.core.settings import Application, Divisors, Settings
 from elastic_ps.embedding import LazyAdam, Table, TableSpec, uniform
 from elastic_ps.embedding.followed import FollowingTables, StandbyRows
 from elastic_ps.embedding.module import Gradient
@@ -30,7 +30,9 @@ OTHER = replace(SPEC, name="b", dim=200_000, admit_after=1)  # two rows are more
 def order(version: int, attempt: int) -> Application:
     """The order for a version of a step of each worker, with a stale one among them."""
     steps = [(worker, 1, 10 * version + attempt) for worker in range(2)]
-    return Application(attempt, steps, 3.0, Settings(({"lr": 0.1},)), divisor=1.0 + version % 2)
+    return Application(
+        attempt, steps, 3.0, Settings(({"lr": 0.1},)), divisors=Divisors(1.0 + version % 2, 1.0)
+    )
 
 
 def alone(given: Application) -> Application:

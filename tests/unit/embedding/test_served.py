@@ -15,7 +15,7 @@ import torch
 
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec.state import Stored
-from elastic_ps.core.settings import Application, Settings
+from elastic_ps.core.settings import Application, Divisors, Settings
 from elastic_ps.embedding import SGD, Adagrad, Table, TableSpec, normal, uniform
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.placing import shard_of
@@ -93,14 +93,26 @@ def test_several_steps_of_a_worker_may_be_in_a_version() -> None:
 
 def test_rows_have_the_learning_rate_of_a_stale_step_and_of_a_scheduler_if_they_are_to() -> None:
     specs = [replace(SPEC, name=name, optimizer=SGD(lr=1.0, scheduled=name == "b")) for name in "ab"]
+    specs.append(replace(SPEC, name="c", optimizer=Adagrad(lr=1.0, eps=1.0)))
     tables = ShardTables(0, 1)
     tables.push(0, StepRows(1, 0, 1, {spec.name: gradient([1]) for spec in specs}), specs)
     settings = Settings(({"lr": 0.05},), first=({"lr": 0.8},))  # the scheduler has made 0.2 of 0.8
-    tables.apply(1, Application(0, [(0, 1, 0)], 1, settings, divisor=4.0))
+    tables.apply(1, Application(0, [(0, 1, 0)], 1, settings, divisors=Divisors(4.0, 2.0)))
     first = [lookup(ShardTables(0, 1), [1], spec) for spec in specs]
     now = [lookup(tables, [1], spec) for spec in specs]
     moved = [float((before - after)[0, 0]) for before, after in zip(first, now, strict=True)]
-    assert moved == pytest.approx([1 / 4, 1 / 16])
+    assert moved == pytest.approx([1 / 4, 1 / 16, 1 / 4])
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), [(SGD, 1 / 4), (Adagrad, 1 / 2)])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_rows_are_slowed_as_their_own_optimizer_is_not_as_that_of_the_model(
+    optimizer: type[SGD | Adagrad], rate: float, scheduled: bool
+) -> None:
+    """The model's Adam has half of its rate of 0.8, since the step is stale."""
+    groups, first = [{"lr": 0.4, "eps": 1e-8}], [{"lr": 0.8, "eps": 1e-8}]
+    rows = optimizer(lr=1.0, scheduled=scheduled)
+    assert rows.rate_of(groups, first, Divisors(4.0, 2.0)) == pytest.approx(rate)
 
 
 def test_the_largest_rate_of_one_cycle_is_that_of_the_rows() -> None:
