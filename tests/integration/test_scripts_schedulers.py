@@ -232,6 +232,41 @@ def test_what_was_set_before_a_scheduler_in_a_job_that_has_begun_stays(tmp_path:
     assert found == [(0.25, pytest.approx(0.02))]
 
 
+class Decaying(lr_scheduler.LRScheduler):
+    """A schedule of the weight decay, whose constructor sets the first one."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.01 * (1 + self.last_epoch)
+        return [*self.base_lrs]
+
+
+def test_what_the_constructor_of_a_users_scheduler_sets_is_not_the_scripts(tmp_path: Path) -> None:
+    found = list[tuple[float, int]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        session.scheduler(Decaying(optimizer), interval="step")
+        if session.worker == 1:
+            found.append((optimizer.param_groups[0]["weight_decay"], session.version))
+            return
+        for x, y in session.loader(Numbers(80), 4):
+            if session.version == 4:
+                job.start(1, script)
+                job.until(lambda: bool(found), "another worker has its scheduler")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, worker={"replicas": 2}) as job:
+        job.start(0, script)
+        job.join()
+    [(decay, version)] = found
+    assert decay == pytest.approx(0.01 * version, abs=0.011)
+    assert decay > 0.02
+
+
 class OfUser(lr_scheduler.ReduceLROnPlateau):
     def step(self, val_loss: Any) -> None:  # type: ignore[override]
         super().step(val_loss)

@@ -207,13 +207,13 @@ class Schedule:
                 if self._own and ours != first:
                     text = "the job's scheduler began with the rates %s and goes on from them, not from %s"
                     logger.warning(text, first, ours)
-            # The constructor has set rates and momenta, and no other hyperparameters.
-            others = [
-                each for each in self._changed(self._in_force) if not any(s in each[1] for s in _SCHEDULED)
-            ]
+            # A constructor of torch's own has set rates and momenta, and no other hyperparameters.
+            torchs = type(scheduler).__module__ == LRScheduler.__module__
+            changed = self._changed(self._in_force) if torchs else []
             self.take_over(self._in_force, keeps=False)
-            for group, key, value in others:
-                group[key] = value
+            for group, key, value in changed:
+                if key.endswith("_decay") or not any(name in key for name in _SCHEDULED):
+                    group[key] = value
 
     def take_over(self, settings: Settings, *, keeps: bool = True) -> None:
         """Take over the settings of the version that this worker has got.
