@@ -194,21 +194,20 @@ class LocalWorld:
         """Like `gather`, in another process than process 0."""
         try:
             self.links[0].questions.send(_Arrival(what, mine, self._proposals.copy()))
-            answer: _Answer = self.links[0].questions.recv()
-        except (EOFError, OSError):
+        except OSError:
             self.raise_ended(0, what)
+        answer: _Answer = self._receive(0, what)
         self._agreed = answer.proposals
         if answer.problem is not None:
             kind, given = answer.problem
             raise kind(*given)
         return answer.value
 
-    def _receive(self, rank: int, what: str) -> _Arrival:
+    def _receive(self, rank: int, what: str) -> Any:
         try:
-            arrival: _Arrival = self.links[rank - 1].questions.recv()
-        except (EOFError, OSError):
+            return self.links[max(0, rank - 1)].questions.recv()
+        except (EOFError, OSError, TypeError):  # TypeError: another thread has closed it between two reads
             self.raise_ended(rank, what)
-        return arrival
 
     def _tell(self, answer: _Answer) -> None:
         for rank, link in enumerate(self.links, start=1):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -64,6 +65,25 @@ def test_a_process_that_ends_while_memory_is_shared_out_is_named(worlds: list[Lo
 def test_a_process_that_has_left_blames_no_other_one(worlds: list[LocalWorld], rank: int) -> None:
     """Its session may be closed by a thread while another one is at a question."""
     worlds[rank].close()
+    with pytest.raises(ConnectionLost, match="this process has left the job"):
+        worlds[rank].decide("the end of its loop", lambda: None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_leaves_between_two_reads_of_an_answer_blames_no_other_one(
+    worlds: list[LocalWorld], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer is read in two pieces: another thread closes the session before the second one."""
+    read, pieces = Connection._recv, list[int]()  # type: ignore[attr-defined]  # noqa: SLF001 (no other way)
+
+    def one_piece(connection: Any, size: int, *given: Any) -> Any:
+        pieces.append(size)
+        if len(pieces) == 2:
+            worlds[rank].close()
+        return read(connection, size, *given)
+
+    monkeypatch.setattr(Connection, "_recv", one_piece)
+    worlds[1 - rank].links[0].questions.send("an answer")
     with pytest.raises(ConnectionLost, match="this process has left the job"):
         worlds[rank].decide("the end of its loop", lambda: None)
 
