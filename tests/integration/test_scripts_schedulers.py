@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ from tests.testing.trained import (
     sgd,
     training,
 )
+
+T = TypeVar("T")
 
 
 def test_parameter_groups_keep_their_hyperparameters(tmp_path: Path) -> None:
@@ -204,52 +207,16 @@ def test_what_was_not_sent_yet_stays_when_the_worker_joins_again(
     assert [rate for _, rate, _ in found] == pytest.approx(rates)
 
 
-def test_what_was_set_before_a_scheduler_in_a_job_that_has_begun_stays(tmp_path: Path) -> None:
-    """The scheduler's own rate does not."""
-    found = list[tuple[Any, Any]]()
+def joined_later(tmp_path: Path, prepare: Callable[[Session, torch.optim.Optimizer], T]) -> T:
+    """What `prepare` returns on a worker that joins at version 4; the other worker has called it at first."""
+    found = list[T]()
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        (group,) = optimizer.param_groups
+        prepared = prepare(session, optimizer)
         if session.worker == 1:
-            group["weight_decay"], group["lr"] = 0.25, 0.5
-        session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.9), interval="step")
-        if session.worker == 1:
-            found.append((group["weight_decay"], group["lr"] / 0.9**session.version))
-            return
-        for x, y in session.loader(Numbers(80), 4):
-            if session.version == 4:
-                job.start(1, script)
-                job.until(lambda: bool(found), "another worker has set its own")
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-
-    with running_job(tmp_path, worker={"replicas": 2}) as job:
-        job.start(0, script)
-        job.join()
-    assert found == [(0.25, pytest.approx(0.02))]
-
-
-class Decaying(lr_scheduler.LRScheduler):
-    """A schedule of the weight decay, whose constructor sets the first one."""
-
-    def get_lr(self) -> list[float | torch.Tensor]:
-        for group in self.optimizer.param_groups:
-            group["weight_decay"] = 0.01 * (1 + self.last_epoch)
-        return [*self.base_lrs]
-
-
-def test_what_the_constructor_of_a_users_scheduler_sets_is_not_the_scripts(tmp_path: Path) -> None:
-    found = list[tuple[float, int]]()
-
-    def script(session: Session) -> None:
-        model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
-        session.scheduler(Decaying(optimizer), interval="step")
-        if session.worker == 1:
-            found.append((optimizer.param_groups[0]["weight_decay"], session.version))
+            found.append(prepared)
             return
         for x, y in session.loader(Numbers(80), 4):
             if session.version == 4:
@@ -262,7 +229,38 @@ def test_what_the_constructor_of_a_users_scheduler_sets_is_not_the_scripts(tmp_p
     with running_job(tmp_path, worker={"replicas": 2}) as job:
         job.start(0, script)
         job.join()
-    [(decay, version)] = found
+    [prepared] = found
+    return prepared
+
+
+def test_what_was_set_before_a_scheduler_in_a_job_that_has_begun_stays(tmp_path: Path) -> None:
+    """The scheduler's own rate does not."""
+
+    def prepare(session: Session, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        (group,) = optimizer.param_groups
+        if session.worker == 1:
+            group["weight_decay"], group["lr"] = 0.25, 0.5
+        session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.9), interval="step")
+        return group["weight_decay"], group["lr"] / 0.9**session.version
+
+    assert joined_later(tmp_path, prepare) == (0.25, pytest.approx(0.02))
+
+
+class Decaying(lr_scheduler.LRScheduler):
+    """A schedule of the weight decay, whose constructor sets the first one."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.01 * (1 + self.last_epoch)
+        return [*self.base_lrs]
+
+
+def test_what_the_constructor_of_a_users_scheduler_sets_is_not_the_scripts(tmp_path: Path) -> None:
+    def prepare(session: Session, optimizer: torch.optim.Optimizer) -> tuple[float, int]:
+        session.scheduler(Decaying(optimizer), interval="step")
+        return optimizer.param_groups[0]["weight_decay"], session.version
+
+    decay, version = joined_later(tmp_path, prepare)
     assert decay == pytest.approx(0.01 * version, abs=0.011)
     assert decay > 0.02
 
