@@ -136,8 +136,7 @@ class Trend:
     @property
     def _at_once(self) -> bool:
         """Whether the model seems to have diverged within the first window; never where losses are noisy."""
-        steady = self.start is not None and self.change <= STEADY
-        return steady and (self.start or 0.0) > AT_ONCE * (self.first or math.inf)
+        return self.change <= STEADY and (self.start or 0.0) > AT_ONCE * (self.first or math.inf)
 
     @property
     def _untrained(self) -> float:

@@ -33,8 +33,7 @@ def policies(
     found = {names.network_policy(name): policy(job, http_from)}
     if spec.all_reduce:
         found[names.worker_network_policy(name)] = among_workers(job)
-    on_hosts = [role for role in CONTAINER if (template(spec, role).get("spec") or {}).get("hostNetwork")]
-    if on_hosts and secured:
+    if secured and any((template(spec, role).get("spec") or {}).get("hostNetwork") for role in CONTAINER):
         manifest = _manifest(job, names.host_network_policy(name), _servers(name), [{"ports": _DATA_PORTS}])
         found[names.host_network_policy(name)] = manifest
     return found

@@ -42,7 +42,7 @@ def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetim
 
 
 def begins_again(job: Mapping[str, Any], status: TrainingJobStatus, now: datetime) -> bool:
-    """Whether a job that is over starts again."""
+    """Return True if a job that has ended starts again."""
     return is_corrected(status, job["metadata"].get("generation")) or is_restarted(job, status, now)
 
 

@@ -384,7 +384,7 @@ class Flat:
                 )
 
     def _has_moved(self, index: int, tensor: torch.Tensor) -> bool:
-        """Whether its values are in other memory of its device, as after `flatten_parameters` of an RNN."""
+        """Return True if an RNN's `flatten_parameters`, say, has moved it within its device."""
         free = index in self._apart and index not in self._tied
         changes = self.layout.tensors[index].rule in self._changing
         if not free or (tensor.device, tensor.dtype) != self._kinds[index]:
