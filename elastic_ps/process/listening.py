@@ -16,6 +16,8 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple, TypeAlias
 
+from elastic_ps.errors import CannotListen
+
 
 class ListenAddress(NamedTuple):
     """Attributes: `both`: whether a socket of the family also accepts IPv4 connections."""
@@ -134,7 +136,7 @@ class PageServer:
         name: the name of the thread.
 
     Raises:
-        OSError: the address is taken, or is not this machine's.
+        CannotListen: the address is taken, or is not this machine's.
     """
 
     def __init__(
@@ -154,7 +156,10 @@ class PageServer:
             def log_message(self, *_: object) -> None:
                 """Requests are not logged."""
 
-        self._server = HttpServer(address, Handler)
+        try:
+            self._server = HttpServer(address, Handler)
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {address[0]}:{address[1]}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name=name, daemon=True)
         self._thread.start()
 

@@ -43,12 +43,18 @@ def main() -> int:
     )
     for noisy in ("kopf", "asyncio", "urllib3"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
-    metrics = Metrics()
     try:
-        api = Api(given, metrics)
+        _serve(given)
     except UserError as error:
         print(f"elastic-operator: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _serve(given: Settings) -> None:
+    """Reconcile jobs until asked to end. Raises UserError if it cannot start as configured."""
+    metrics = Metrics()
+    api = Api(given, metrics)
     store = Store()
     listings = Listings(api, store, given)
     secret = given.tls_secret
@@ -88,7 +94,6 @@ def main() -> int:
             leadership.release()
     finally:
         health.close()  # mutant: equal
-    return 0
 
 
 def _leadership(api: Api, given: Settings) -> Leadership | None:

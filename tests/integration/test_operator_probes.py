@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
+import contextlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,17 @@ import pytest
 from elastic_operator import names, probes
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
+from elastic_ps.local.processes import free_ports
 from elastic_ps.process import lifecycle
 from elastic_ps.server.job.status import StatusServer
 from tests.testing.polling import eventually
 
 
 @pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def port() -> Iterator[int]:
+    with contextlib.ExitStack() as held:
+        (port,) = free_ports(1, held=held)
+        yield port
 
 
 def waits(port: int, limit: str = "280") -> subprocess.Popen[bytes]:

@@ -304,6 +304,17 @@ def test_an_operator_that_cannot_reach_a_cluster_ends_with_2_and_a_sentence(tmp_
     assert "set --kubeconfig" in process.said
 
 
+def test_an_operator_whose_port_is_taken_ends_with_2_and_a_sentence(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = str(server.kubeconfig(tmp_path))
+        process = Process(tmp_path / "log", "--kubeconfig", config, "--health", address)
+        assert process.child.wait(60) == 2
+    assert process.said == f"elastic-operator: cannot listen on {address}: Address already in use\n"
+
+
 def test_the_command_line() -> None:
     defaults = settings.parse([])
     assert defaults == settings.Settings()

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -48,16 +48,14 @@ class OperatorProcess:
     def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
         self._kubeconfig, self.namespace, self.log = kubeconfig, namespace, log
         self._process: subprocess.Popen[bytes] | None = None
-        self._port = 0
+        self._start = 0
 
     def start(self, *arguments: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
         command = [sys.executable, "-m", "elastic_operator", f"--kubeconfig={self._kubeconfig}"]
-        command += [f"--namespace={self.namespace}", f"--health=127.0.0.1:{self._port}", "--poll=2s"]
+        command += [f"--namespace={self.namespace}", "--health=127.0.0.1:0", "--poll=2s"]
         path = os.pathsep.join([str(ROOT), str(ROOT / "operator")])
         with self.log.open("ab") as log:
+            self._start = log.tell()
             self._process = subprocess.Popen(
                 [*command, *arguments], stderr=log, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT
             )
@@ -81,8 +79,12 @@ class OperatorProcess:
         return code
 
     def get(self, path: str) -> str:
+        """A page of its probes and metrics. Raises OSError while it does not listen."""
+        said = self.log.read_bytes()[self._start :]
+        if (port := re.search(rb"probes and metrics on port (\d+)", said)) is None:
+            raise ConnectionRefusedError(f"the operator told no port: {said.decode()}")
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{self._port}{path}", timeout=5) as answer:
+        with opener.open(f"http://127.0.0.1:{int(port[1])}{path}", timeout=5) as answer:
             return str(answer.read().decode())
 
     def writes(self) -> float:

@@ -18,7 +18,6 @@ from elastic_ps.api.tables import TableStatus
 from elastic_ps.api.traffic import Traffic
 from elastic_ps.core.divergence import advice
 from elastic_ps.core.membership import Member
-from elastic_ps.errors import CannotListen
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.process.listening import Page, PageServer
 from elastic_ps.server.job.state import JobState
@@ -53,10 +52,7 @@ class StatusServer(PageServer):
         }
 
         host, _, port = bind.rpartition(":")
-        try:
-            super().__init__((host, int(port)), pages, name="http")
-        except OSError as error:
-            raise CannotListen(f"cannot listen on {bind}: {error.strerror}") from error
+        super().__init__((host, int(port)), pages, name="http")
 
     def show(
         self,
