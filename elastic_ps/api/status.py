@@ -431,6 +431,10 @@ class WorkerStatus(CamelModel):
     completed: int = Field(
         default=0, description="The number of workers that have come to the end of their script."
     )
+    completed_indexes: list[int] = Field(
+        default_factory=list,
+        description="The indexes of these workers. They do not run again if their pods are removed.",
+    )
     failures: int = Field(default=0, description="The number of failures that count against backoffLimit.")
     restarts: int = Field(
         default=0,

@@ -12,9 +12,10 @@ from typing import Any
 from elastic_operator import builders, documents, names
 from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Create, Observed
-from elastic_operator.pods import Pod
+from elastic_operator.pods import Pod, parse_time
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
 from elastic_ps.api.mutable import MutableFields, read_mutable
+from elastic_ps.api.status import TrainingJobStatus
 from elastic_ps.contract.env import Role
 from elastic_ps.errors import InvalidJob
 
@@ -55,6 +56,24 @@ class Desired:
                 "parameterServer.checkpoint.volumeClaim keeps those of the next job"
             )
         return f"restart the job: `{names.restart_command(self.name)}`. It then {begins}"
+
+    def with_completed(self, observed: Observed, status: TrainingJobStatus) -> Observed:
+        """Add a pod for each worker that was done before its own pod was removed, as by a drain."""
+        there = {pod.index for pod in observed.of("worker")}
+        gone = (index for index in status.worker.completed_indexes if index not in there)
+        since = parse_time(status.start_time)
+        ended = [
+            Pod(
+                name=names.pod(self.name, "worker", index),
+                uid="",
+                role="worker",
+                index=index,
+                ending="done",
+                ended=since,
+            )
+            for index in gone
+        ]
+        return replace(observed, pods=(*observed.pods, *ended))
 
     def changed(self, pod: Pod) -> bool:
         """Return True if a pod was made from another image or template."""

@@ -86,6 +86,7 @@ class Pod:
     """One pod of a job, as far as decisions need it.
 
     Attributes:
+        uid: the object's; "" if it is gone, and only its end is remembered.
         ready: the pod's Ready condition.
         deleting: when its grace period ends, if it is being deleted.
         held_by: the finalizers that alone still keep its object; "" if there are none.

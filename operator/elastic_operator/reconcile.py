@@ -110,8 +110,13 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
         desired = last
     if desired.restart is not None and desired.restart > now:
         desired = replace(desired, restart=None)
+    if any(pod.older_than(desired.restart) for pod in observed.pods):
+        status = status.model_copy(
+            update={"worker": status.worker.model_copy(update={"completed_indexes": []})}
+        )
     if left := left_over(desired, observed):
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
+    observed = desired.with_completed(observed, status)
     status, notes = counted(status, desired, observed, now)
     status = judged(_with_counts(status, observed, desired), now)
     notes += model_lost(old, status, observed)
@@ -146,7 +151,13 @@ def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired
     def outdated(*roles: Role) -> int | None:
         return sum(pod.active and desired.outdated(pod) for pod in observed.of(*roles)) or None
 
-    worker = status.worker.model_copy(update={"outdated": outdated("worker")})
+    wanted = desired.workers(observed)
+    done = [pod.index for pod in observed.of("worker") if pod.ending == "done" and pod.deleting is None]
+    update = {
+        "outdated": outdated("worker"),
+        "completed_indexes": [index for index in done if index in wanted],
+    }
+    worker = status.worker.model_copy(update=update)
     server = status.parameter_server.model_copy(update={"outdated": outdated("ps", "standby")})
     return status.model_copy(update={"worker": worker, "parameter_server": server})
 
@@ -420,7 +431,7 @@ def _workers(
             reason = f"the job asks for {amount(desired.replicas, 'worker')}"
             yield from _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):
-        if pod.deleting is not None:
+        if pod.deleting is not None or not pod.uid:
             continue
         if pod.over:
             restart = restart_in(pod, status, desired, now, options)

@@ -120,6 +120,59 @@ def test_a_job_with_holes_among_its_workers_is_done_when_each_of_them_is() -> No
     assert simulation.status["worker"]["completed"] == 2
 
 
+def test_a_worker_that_is_done_does_not_run_again_when_its_pod_is_removed() -> None:
+    simulation = running(worker={"replicas": 3})
+    tell(simulation)
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    del simulation.pods["digits-worker-1"]  # its node went away
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-2"]
+    assert simulation.status["summary"]["workers"] == "3/3"
+    assert simulation.plan().requeue == simulation.options.poll
+    simulation.scale(2)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-2"]
+    simulation.scale(3)
+    simulation.settle()
+    assert len(simulation.workers()) == 3, "it made room, and a new worker is wanted now"
+    for name in simulation.workers():
+        simulation.end(name, 0)
+    simulation.settle()
+    assert simulation.condition("Succeeded")["message"] == "every worker has ended its script"
+
+
+def test_workers_that_were_done_count_for_the_end_though_their_pods_are_gone() -> None:
+    simulation = running(worker={"replicas": 2})
+    tell(simulation)
+    for name in simulation.workers():
+        simulation.end(name, 0)
+        simulation.step()
+        simulation.pods.pop(name)
+    simulation.settle()
+    assert simulation.condition("Succeeded")["message"] == "every worker has ended its script"
+    assert simulation.status["worker"]["completed"] == 2
+
+
+@pytest.mark.parametrize("again", ["a restart", "a failure"])
+def test_a_worker_that_was_done_runs_again_when_the_job_is_restarted(again: str) -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 0})
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    del simulation.pods["digits-worker-1"]
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0"]
+    if again == "a failure":
+        simulation.end("digits-worker-0", 1)
+        simulation.settle()
+        assert simulation.status["phase"] == "Failed"
+    simulation.now += timedelta(seconds=1)
+    simulation.restart(simulation.now)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+    assert simulation.status["phase"] == "Running"
+
+
 def test_invalid_exit_ends_the_job_at_once() -> None:
     simulation = running(worker={"replicas": 2})
     simulation.end("digits-worker-1", 78, message="no module named examples.digits")
