@@ -101,21 +101,27 @@ def test_values_changed_between_steps_are_refused(
     ],
     ids=["all-reduce", "diloco", "easgd"],
 )
-def test_values_loaded_too_late_are_refused_where_workers_make_the_steps(
-    tmp_path: Path, spec: dict[str, Any]
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (load, "the script has changed .* since session.optimizer.* Load values before session.optimizer"),
+        (torch.nn.Module.half, r"the memory of .* was replaced .*\.half.* before that call"),
+    ],
+)
+def test_values_changed_too_late_are_refused_where_workers_make_the_steps(
+    tmp_path: Path, spec: dict[str, Any], change: Change, match: str
 ) -> None:
     """The job's values would replace them, or be mixed with them."""
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        load(model)
+        change(model)
         for x, y in session.loader(Numbers(40), 4):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
 
-    match = "the script has changed .* since session.optimizer.* Load values before session.optimizer"
     failing(tmp_path, script, UsageError, match, **spec)
 
 

@@ -326,6 +326,7 @@ class Flat:
 
     def check_given(self) -> None:
         """Raise UsageError if the script has changed parameters that it trains here since they were given."""
+        self.check_memory()
         for index in self._apart:
             spec = self.layout.tensors[index]
             if spec.rule is Rule.GRADIENT and not torch.equal(self.tensors[index].cpu(), self.value(index)):
