@@ -49,7 +49,7 @@ class Desired:
     @property
     def advice(self) -> str:
         """How to restart the job after it has failed, and from where it then trains."""
-        begins = "continues from its last checkpoint"
+        begins = "continues from its last checkpoint, if it has written one"
         if builders.claim_name(self.name, self.spec) is None:
             begins = (
                 "starts from scratch, since its checkpoints were on the disk of the pod; "

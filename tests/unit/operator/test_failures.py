@@ -230,7 +230,7 @@ def test_a_worker_that_has_nothing_to_save_is_not_replaced_after_the_training(ch
             "starts from scratch, since its checkpoints were on the disk of the pod; "
             "parameterServer.checkpoint.volumeClaim keeps those of the next job",
         ),
-        ({"volumeClaim": {}}, "continues from its last checkpoint"),
+        ({"volumeClaim": {}}, "continues from its last checkpoint, if it has written one"),
     ],
 )
 def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to_do(
