@@ -48,12 +48,6 @@ class AllReduceRounds(SyncRounds):
 
     # --- who takes part
 
-    def withdraw(self, worker: int) -> None:
-        """Raises ValueError if the worker is in the group of the open round; see `lose`."""
-        if worker in self.expected:
-            raise ValueError(f"worker {worker} is in the group of the open round")
-        super().withdraw(worker)
-
     def lose(self, worker: int) -> list[Contribution]:
         self.holders.discard(worker)
         return super().lose(worker)

@@ -89,11 +89,6 @@ class FixedSchedule:
         share = self._share(holder)
         self._shares[share].skip(holder, self._inside(share, ranges))
 
-    def check(self, holder: int, ranges: Iterable[Range]) -> None:
-        """See `Ledger.check`."""
-        share = self._share(holder)
-        self._shares[share].check(holder, self._inside(share, ranges))
-
     def give_back(self, holder: int, *, keep: Iterable[Range] = ()) -> None:
         """See `Ledger.give_back`; the records stay in their share."""
         share = self._share(holder)

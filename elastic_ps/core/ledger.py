@@ -90,7 +90,7 @@ class Ledger:
         self.epochs = epochs
 
     def held(self, holder: int, *, besides: Iterable[Range] = ()) -> list[Range]:
-        """The ranges that `holder` holds, without the ranges `besides`, which it must hold."""
+        """The ranges that `holder` holds, without `besides`. Raises LedgerError if it does not hold those."""
         return self._without(holder, list(besides))
 
     def take(self, holder: int, *, batch: int, workers: int, fresh: bool = False) -> list[Range]:
@@ -182,10 +182,6 @@ class Ledger:
             return
         self._set_held(holder, self._without(holder, wanted))
         self.skipped += sum(r.records for r in wanted)
-
-    def check(self, holder: int, ranges: Iterable[Range]) -> None:
-        """Raise LedgerError unless `holder` holds all of `ranges`, each once."""
-        self._without(holder, list(ranges))
 
     def give_back(self, holder: int, *, keep: Iterable[Range] = ()) -> None:
         """Take back the ranges that `holder` holds, except `keep`, to hand them to others."""

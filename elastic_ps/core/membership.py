@@ -103,30 +103,17 @@ class Members:
             raise Refused(RefusalCode.STALE_CALL, text)
         return newest if call == newest.call and self.live.get(worker) is newest else None
 
-    def join(
-        self,
-        worker: int,
-        *,
-        pid: int,
-        host: str,
-        version: int,
-        now: float,
-        instance: str = "",
-        transport: str = "",
-        call: int = 0,
-        follows: int = 0,
-    ) -> Member:
+    def join(self, worker: int, *, version: int, now: float, **process: Any) -> Member:
         """Admit a process as `worker`. A member with that index must have been removed before.
 
         Args:
-            follows: see `Member`.
+            process: the fields of `Member` that are about it, such as `pid` and `host`.
         """
         if worker in self.live:
             raise ValueError(f"worker {worker} is a member already")
         self.last_incarnation += 1
         expires = now + self.lease.total_seconds()
-        member = Member(worker, self.last_incarnation, pid, host, version, expires)
-        member.instance, member.transport, member.call, member.follows = instance, transport, call, follows
+        member = Member(worker, self.last_incarnation, joined_version=version, expires=expires, **process)
         self.live[worker] = member
         return member
 

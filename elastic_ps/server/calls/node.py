@@ -110,7 +110,7 @@ class Node:
         self._obey(configuration.term)
         if self._log.is_old(order):
             return
-        codecs = self._codecs_of(configuration)
+        codecs = Plan(configuration.mutable.compression)
         shard = Shard(
             self.index,
             configuration,
@@ -141,13 +141,6 @@ class Node:
             self._follower.reset(configuration)
         if before is not None:
             before.retire(RefusalCode.STALE_TERM)
-
-    def _codecs_of(self, configuration: Configuration) -> Plan:
-        """The codecs of a term; the same object as long as the compression stays the same."""
-        wanted = configuration.mutable.compression
-        with self._lock:
-            known = self._shard.codecs if self._shard is not None else None
-        return known if known is not None and known.compression == wanted else Plan(wanted)
 
     def advance(self, advance: Advance, order: OrderId | None = None) -> Report:
         """See ShardControl. `order`: its number, if it came over the network.

@@ -140,10 +140,9 @@ class StepCalls:
             return  # its step was late, and other workers train its records
         assert state.ledger is not None
         try:
-            state.ledger.check(member.incarnation, skipped)
+            state.ledger.skip(member.incarnation, skipped)
         except LedgerError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
-        state.ledger.skip(member.incarnation, skipped)
         state.late_records.trained(skipped)
         self._history.record(
             "skip", worker=member.worker, incarnation=member.incarnation, records=[list(r) for r in skipped]

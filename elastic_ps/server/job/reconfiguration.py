@@ -18,7 +18,7 @@ from pathlib import Path
 from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
-from elastic_ps.core import scales
+from elastic_ps.core import dataset, scales
 from elastic_ps.core.objective import Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.core.stages import CourseEvent
@@ -151,16 +151,9 @@ class Reconfiguration:
             sent = Plan(wanted.compression).momentum
             if problem := second_momentum(state.settings.groups, sent):
                 return f"compression cannot change like this: {problem}"
-        wanted_steps, ledger = wanted.consistency.gradients or 0, state.ledger
-        if ledger is None or not state.batch:
+        if state.ledger is None or not state.batch:
             return ""
-        steps = -(-ledger.records // state.batch) * ledger.epochs
-        if wanted_steps <= steps:
-            return ""
-        return (
-            f"consistency.gradients cannot be {wanted_steps}: the job has only {steps} steps, "
-            f"{ledger.records} records for {ledger.epochs} epochs in batches of {state.batch}"
-        )
+        return dataset.too_small(state.ledger, state.batch, wanted.consistency, begins=True)
 
     def _refuse(self, reason: str) -> None:
         if reason != self.problem:

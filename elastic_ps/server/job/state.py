@@ -511,7 +511,7 @@ class JobState:
             return
         before = self.rounds.done.get(step.worker)  # the same step, if its round was restarted
         others = [c for c in self._steps_of(step.incarnation) if c != step and c is not before]
-        self.ledger.check(step.incarnation, [r for c in (step, *others) for r in c.ranges])
+        self.ledger.held(step.incarnation, besides=[r for c in (step, *others) for r in c.ranges])
 
     def _steps_of(self, incarnation: int) -> list[Contribution]:
         return [c for c in self.rounds.contributions if c.incarnation == incarnation]

@@ -64,9 +64,9 @@ def test_what_a_worker_holds_is_applied_or_given_back_in_its_own_share() -> None
     [taken] = schedule.take(7, worker=1, batch=4)
     assert taken == Range(0, 8, 12)
     assert schedule.held(7) == [taken]
-    schedule.check(7, [Range(0, 8, 10)])
+    assert schedule.held(7, besides=[Range(0, 8, 10)]) == [Range(0, 10, 12)]
     with pytest.raises(LedgerError):
-        schedule.check(7, [Range(0, 0, 2)])
+        schedule.held(7, besides=[Range(0, 0, 2)])
     schedule.apply(7, [Range(0, 8, 10)])
     assert (schedule.applied, schedule.held(7)) == (2, [Range(0, 10, 12)])
     with pytest.raises(LedgerError):

@@ -116,7 +116,7 @@ class Bookkeeping(RuleBasedStateMachine):
             with pytest.raises(LedgerError):
                 self.ledger.skip(holder, [r])
             with pytest.raises(LedgerError):
-                self.ledger.check(holder, [r])
+                self.ledger.held(holder, besides=[r])
             with pytest.raises(LedgerError):
                 self.ledger.give_back(holder, keep=[r])
             assert self.ledger.state() == before
